@@ -1,0 +1,86 @@
+"""Runs an LLM engine in a child process and talks to it from trio or asyncio.
+
+The public names are loaded when they are first used, so that the engine's process, which imports ``anyengine.engine``
+and ``anyengine.engines``, loads neither AnyIO nor the client.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anyengine.client.engine_client import EngineClient as EngineClient
+    from anyengine.client.opening import open_engine_client as open_engine_client
+    from anyengine.client.request_stream import RequestStream as RequestStream
+    from anyengine.client.supervisor import ShutdownPolicy as ShutdownPolicy
+    from anyengine.client.supervisor import StartLimits as StartLimits
+    from anyengine.errors import CrashReport as CrashReport
+    from anyengine.errors import EngineClosedError as EngineClosedError
+    from anyengine.errors import EngineDeadError as EngineDeadError
+    from anyengine.errors import EngineError as EngineError
+    from anyengine.errors import EngineStartError as EngineStartError
+    from anyengine.errors import ProtocolError as ProtocolError
+    from anyengine.errors import RequestError as RequestError
+    from anyengine.errors import UnencodableError as UnencodableError
+    from anyengine.errors import UnencodableResultError as UnencodableResultError
+    from anyengine.errors import UtilityError as UtilityError
+    from anyengine.errors import UtilityTimeoutError as UtilityTimeoutError
+    from anyengine.process.launcher import ProcessLauncher as ProcessLauncher
+    from anyengine.protocol.arrays import WireArray as WireArray
+    from anyengine.protocol.outputs import OutputDetails as OutputDetails
+    from anyengine.protocol.outputs import StepOutputs as StepOutputs
+    from anyengine.types import ClientStatistics as ClientStatistics
+    from anyengine.types import Completion as Completion
+    from anyengine.types import EngineInfo as EngineInfo
+    from anyengine.types import EngineSpec as EngineSpec
+    from anyengine.types import Health as Health
+    from anyengine.types import RequestOutput as RequestOutput
+    from anyengine.types import SamplingParams as SamplingParams
+    from anyengine.types import StructuredOutputs as StructuredOutputs
+
+_MODULES = {
+    "ClientStatistics": "types",
+    "Completion": "types",
+    "CrashReport": "errors",
+    "EngineClient": "client.engine_client",
+    "EngineClosedError": "errors",
+    "EngineDeadError": "errors",
+    "EngineError": "errors",
+    "EngineInfo": "types",
+    "EngineSpec": "types",
+    "EngineStartError": "errors",
+    "Health": "types",
+    "OutputDetails": "protocol.outputs",
+    "ProcessLauncher": "process.launcher",
+    "ProtocolError": "errors",
+    "RequestError": "errors",
+    "RequestOutput": "types",
+    "RequestStream": "client.request_stream",
+    "SamplingParams": "types",
+    "ShutdownPolicy": "client.supervisor",
+    "StartLimits": "client.supervisor",
+    "StepOutputs": "protocol.outputs",
+    "StructuredOutputs": "types",
+    "UnencodableError": "errors",
+    "UnencodableResultError": "errors",
+    "UtilityError": "errors",
+    "UtilityTimeoutError": "errors",
+    "WireArray": "protocol.arrays",
+    "open_engine_client": "client.opening",
+}
+
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

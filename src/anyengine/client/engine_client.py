@@ -1,0 +1,228 @@
+"""``EngineClient``: what the application holds while its engine runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from anyengine.client.prompts import check_prompt, check_request_id, check_sampling
+from anyengine.client.request_stream import RequestStream
+from anyengine.client.session import EngineSession
+from anyengine.client.waiters import PendingCall
+from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
+from anyengine.protocol.outputs import StepOutputs
+from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, SamplingParams
+
+_DEFAULT_SAMPLING = SamplingParams()
+
+
+class EngineClient:
+    """One engine in a child process. ``open_engine_client`` makes it and owns what runs behind it.
+
+    Every await ends: with a value, with an error, or with cancellation. After the engine's death each call and each
+    waiter gets :class:`EngineDeadError`, after the client's block :class:`EngineClosedError`. Use it from the event
+    loop that opened it.
+    """
+
+    def __init__(self, session: EngineSession) -> None:
+        self._session = session
+
+    # ---- looking ----
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said of itself at READY."""
+        assert self._session.link.info is not None
+        return self._session.link.info
+
+    def health(self, timeout: float = 2.0) -> Health:
+        """Whether the engine is alive, unresponsive, closing, closed or dead; never blocks.
+
+        It is unresponsive when it has not answered for ``timeout`` seconds, or has requests and made no step for as
+        long. That is not death: a long step or a stopped process may go on. The engine is asked twice a second, so an
+        answer is that much older than the truth at most.
+
+        :raises ValueError: if ``timeout`` is not a positive number
+        """
+        _check_timeout("timeout", timeout)
+        if self._session.link.report is not None and not self._session.closing:
+            return self._session.link.health(timeout, "dead")
+        if self._session.closed:
+            return self._session.link.health(timeout, "closed")
+        return self._session.link.health(timeout, "closing" if self._session.closing else None)
+
+    def statistics(self) -> ClientStatistics:
+        """What the client holds right now; every count is zero when nothing runs."""
+        machine = self._session.link.machine
+        return ClientStatistics(
+            live_requests=len(machine.requests),
+            aborting_requests=len(machine.aborting),
+            pending_calls=len(machine.calls),
+            unread_outputs=len(self._session.queue),
+            tracked_buffers=self._session.tracked_buffers(),
+            engine=dict(self._session.link.engine_figures),
+        )
+
+    async def wait_dead(self) -> NoReturn:
+        """Wait for the engine's death. Start it in a task group to have a death end the group.
+
+        :raises EngineDeadError: when the engine dies
+        :raises EngineClosedError: when the client is closed
+        """
+        await self._session.link.ended.wait()
+        await checkpoint()
+        raise self._session.told(self._session.ending_error())
+
+    # ---- requests ----
+
+    def open_request(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        *,
+        prompt_embeds: Any = None,
+        request_id: str | None = None,
+    ) -> RequestStream:
+        """One request, as an async context manager that iterates over its outputs.
+
+        :param prompt_token_ids: the prompt as token ids (u32)
+        :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead
+        :param request_id: a name for logs and errors, free again when the request has ended; made up if None
+        :raises TypeError: if an argument has the wrong type
+        :raises RequestError: if the prompt is empty or holds an impossible token id, if a live request has the same
+            id, or if the engine does not support a sampling parameter
+        :raises EngineDeadError: if the engine is dead
+        :raises EngineClosedError: if the client is closed
+        """
+        return self._prepare(prompt_token_ids, sampling_params, prompt_embeds, request_id, whole=False)
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        *,
+        prompt_embeds: Any = None,
+        request_id: str | None = None,
+    ) -> Completion:
+        """One request to its end. Parameters and errors as :meth:`open_request`; cancelling it aborts the request.
+
+        :raises EngineDeadError: if the engine dies before the last token
+        """
+        async with self._prepare(prompt_token_ids, sampling_params, prompt_embeds, request_id, whole=True) as request:
+            return await request.completion()
+
+    async def add_request(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        *,
+        prompt_embeds: Any = None,
+        request_id: str | None = None,
+    ) -> int:
+        """One request for a caller with a dispatcher of its own; returns its handle, by which ``get_output`` names it.
+
+        The caller must abort what it does not want any more. Parameters and errors as :meth:`open_request`.
+        """
+        self._session.check_open()
+        tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
+        sampling = check_sampling(sampling_params, self.info)
+        self._session.check_free(check_request_id(request_id))
+        await checkpoint()
+        handle, trackers = self._session.register(self._session.queue, tokens, prompt_embeds, sampling, request_id)
+        if trackers:
+            try:
+                await self._session.await_trackers(trackers)
+            except BaseException:
+                self._session.abort([handle])
+                raise
+        return handle
+
+    async def abort_requests(self, handles: Iterable[int]) -> None:
+        """Abort requests made by :meth:`add_request`. Those that have ended, or never were, are ignored."""
+        self._session.check_open()
+        await checkpoint()
+        self._session.abort(handles)
+
+    async def get_output(self) -> StepOutputs:
+        """The next step's outputs for requests made by :meth:`add_request`, in columns.
+
+        Nothing of a request comes after it was aborted. One task at a time may wait here.
+
+        :raises EngineDeadError: if the engine is dead and everything it sent has been read
+        :raises EngineClosedError: if the client is closed
+        :raises anyio.BusyResourceError: if another task waits
+        """
+        try:
+            return await self._session.queue.get()
+        except EngineError as error:
+            raise self._session.told(error) from None
+
+    # ---- utilities ----
+
+    async def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method that the engine marks ``@utility``; returns what it returned.
+
+        Cancelling the call, or its timeout, does not stop the method in the engine; its late answer is ignored.
+
+        :param timeout: seconds to wait for the answer; None waits as long as the engine lives
+        :raises UtilityError: if the engine has no such utility, or the utility raised
+        :raises UtilityTimeoutError: if no answer came in time
+        :raises UnencodableError: if an argument cannot travel
+        :raises UnencodableResultError: if the result cannot travel
+        :raises EngineDeadError: if the engine is dead or dies before it answers
+        :raises EngineClosedError: if the client is closed, before or meanwhile
+        """
+        if not isinstance(method, str):
+            raise TypeError(f"method={method!r} ({type(method).__name__}): expected a string")
+        if timeout is not None:
+            _check_timeout("timeout", timeout)
+        self._session.check_open()
+        if method not in self.info.utilities:
+            known = ", ".join(self.info.utilities)
+            raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
+        call = PendingCall(method, self._session.link.rank)
+        await checkpoint()
+        self._session.check_open()
+        started = time.monotonic()
+        call_id, frames = self._session.link.machine.call(method, args, call)
+        try:
+            trackers = self._session.send(frames)
+            with anyio.move_on_after(timeout):
+                await call.wait()
+            if trackers:
+                await self._session.await_trackers(trackers)
+        finally:
+            self._session.link.machine.forget_call(call_id)
+        if not call.answered:
+            health = self.health()
+            raise UtilityTimeoutError(
+                method,
+                f"no answer within {timeout} s (waited {time.monotonic() - started:.1f} s); the engine is "
+                f"{health.state}, {health.steps} steps made",
+                rank=self._session.link.rank,
+            )
+        try:
+            return call.take()
+        except EngineError as error:
+            raise self._session.told(error) from error.__cause__
+
+    def _prepare(
+        self, token_ids: Any, sampling: SamplingParams, embeds: Any, request_id: str | None, *, whole: bool
+    ) -> RequestStream:
+        self._session.check_open()
+        tokens = check_prompt(token_ids, embeds, self.info)
+        check_sampling(sampling, self.info)
+        self._session.check_free(check_request_id(request_id))
+        return RequestStream(self._session, tokens, embeds, sampling, request_id, whole=whole)
+
+
+def _check_timeout(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a number of seconds")
+    if value <= 0:
+        raise ValueError(f"{name}={value!r}: expected more than 0 seconds")

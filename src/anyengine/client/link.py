@@ -1,0 +1,105 @@
+"""One engine as its client holds it: the protocol machine, the process, and what is known of its health."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+
+from anyengine.client.request_stream import RequestStream
+from anyengine.client.waiters import OutputQueue, PendingCall
+from anyengine.errors import CrashReport, Phase
+from anyengine.process.engine_process import EngineProcess
+from anyengine.protocol.client_machine import ClientMachine
+from anyengine.protocol.replies import Dead
+from anyengine.types import EngineInfo, Health, HealthState
+
+Owner = RequestStream | OutputQueue | PendingCall
+Clock = Callable[[], float]
+
+
+class EngineLink:
+    """The state of one life of one engine. ``clock`` counts seconds and never goes back."""
+
+    def __init__(self, rank: int, handles: Iterator[int], clock: Clock) -> None:
+        self.rank = rank
+        self.identity = rank.to_bytes(2, "little")
+        self.token = secrets.token_bytes(16)
+        self.machine: ClientMachine[Any] = ClientMachine(
+            rank=rank, token=self.token, session=secrets.randbits(64), handles=handles
+        )
+        self.process: EngineProcess | None = None
+        self.phase: Phase = "launch"
+        self.info: EngineInfo | None = None
+        self.report: CrashReport | None = None
+        self.fault: str | None = None
+        self.death_message: Dead | None = None
+        self.callback_error: BaseException | None = None
+        self.engine_figures: dict[str, float] = {}
+        self.greeted = anyio.Event()
+        self.ready = anyio.Event()
+        self.ended = anyio.Event()
+        self.announced = anyio.Event()
+        self.start_limit: anyio.CancelScope | None = None
+        self.start_limit_seconds: float | None = None
+        self.unreachable_since: float | None = None
+        self.fail: Callable[[str], None] = _no_supervisor
+        self._clock = clock
+        self._steps = 0
+        self._step_seen_at: float | None = None
+        self._work_since: float | None = None
+        self._silent_since: float | None = None
+        self._looked_at = 0.0
+
+    def extend_start_limit(self) -> None:
+        """The engine loads and says so: the limit of silence starts anew."""
+        if self.start_limit is not None and self.start_limit_seconds is not None:
+            self.start_limit.deadline = anyio.current_time() + self.start_limit_seconds
+
+    # ---- signs of life ----
+
+    def heard(self, steps: int | None = None) -> None:
+        """A message came; ``steps`` is its step counter if it has one."""
+        self._silent_since = None
+        if steps is not None and steps != self._steps:
+            self._steps = steps
+            self._step_seen_at = self._clock()
+
+    def pinged(self) -> None:
+        """A PING went out; the engine is silent since the first one that nothing has come after."""
+        if self._silent_since is None:
+            self._silent_since = self._clock()
+
+    def looked(self) -> None:
+        """All that had come from the engine by now has been read. Silence is only known up to here."""
+        self._looked_at = self._clock()
+        working = bool(self.machine.requests)
+        self._work_since = (self._work_since or self._looked_at) if working else None
+
+    def health(self, timeout: float, state: HealthState | None) -> Health:
+        """The engine's health, ``state`` overriding what its signs of life say."""
+        now = self._clock()
+        since: float | None = None
+        if state is None:
+            # If this process's own loop was blocked, the engine may have answered all the while.
+            silence = None if self._silent_since is None else self._looked_at - self._silent_since
+            if silence is not None and silence >= timeout:
+                since = now - (self._silent_since or now)
+            elif self._work_since is not None:
+                stalled_at = max(self._work_since, self._step_seen_at or 0.0)
+                if self._looked_at - stalled_at >= timeout:
+                    since = now - stalled_at
+        return Health(
+            state=state or ("alive" if since is None else "unresponsive"),
+            rank=self.rank,
+            pid=self.process.pid if self.process is not None else 0,
+            steps=self._steps,
+            last_step_age=None if self._step_seen_at is None else now - self._step_seen_at,
+            unresponsive_since=since,
+        )
+
+
+def _no_supervisor(reason: str) -> None:
+    raise AssertionError(f"nobody supervises this engine yet: {reason}")

@@ -1,0 +1,214 @@
+"""``open_engine_client``: the block that owns an engine."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup, TaskStatus
+from anyio.lowlevel import checkpoint
+
+from anyengine.client.engine_client import EngineClient
+from anyengine.client.services import (
+    ProgressCallback,
+    keep_pulse,
+    read_pull,
+    read_router,
+    show_new_output,
+    show_output,
+)
+from anyengine.client.session import EngineSession
+from anyengine.client.supervisor import ShutdownPolicy, StartLimits, Supervisor
+from anyengine.errors import EngineClosedError, EngineDeadError
+from anyengine.process.launcher import ProcessLauncher
+from anyengine.protocol import cbor
+from anyengine.transport.endpoints import Endpoints, TransportName
+from anyengine.types import EngineSpec
+from typing import Literal
+
+OnDeath = Literal["notify", "cancel"]
+
+FLUSH_LIMIT = 0.5
+"""Seconds that the child's last words may take to reach a terminal that does not read."""
+
+
+def open_engine_client(
+    spec: EngineSpec,
+    *,
+    on_death: OnDeath = "notify",
+    on_progress: ProgressCallback | None = None,
+    start_limits: StartLimits = StartLimits(),
+    shutdown: ShutdownPolicy = ShutdownPolicy(),
+    transport: TransportName = "ipc",
+    launcher: ProcessLauncher = ProcessLauncher(),
+) -> EngineClientBlock:
+    """Run an engine in a child process for the length of an ``async with`` block.
+
+    The block is entered when the engine is READY. Leaving it, however that happens, ends the engine and all that it
+    started. An error of the block's body comes out bare; if the body ends without one though the engine died and
+    nobody was told, ``EngineDeadError`` comes out, so that a crash never goes unseen.
+
+    :param spec: which engine
+    :param on_death: ``"notify"`` fails whoever waits for the engine; ``"cancel"`` also cancels the body, and the block
+        then raises ``EngineDeadError``
+    :param on_progress: called in the event loop with a stage and a fraction (0.0 to 1.0, or None) while loading
+    :param start_limits: how long the steps of the start may take
+    :param shutdown: how the engine is ended
+    :param transport: ``"ipc"`` for sockets in a private directory, ``"tcp"`` for loopback TCP with CURVE keys
+    :param launcher: which interpreter and environment the engine gets
+    :raises TypeError: if an argument has the wrong type
+    :raises ValueError: if an argument has an impossible value
+    :raises UnencodableError: if an argument of the engine cannot travel
+    :raises EngineStartError: on entering, if the engine dies, is too slow, or is refused before it is READY
+    """
+    if not isinstance(spec, EngineSpec):
+        raise TypeError(f"spec={spec!r} ({type(spec).__name__}): expected an EngineSpec")
+    for name, value, kind in (
+        ("start_limits", start_limits, StartLimits),
+        ("shutdown", shutdown, ShutdownPolicy),
+        ("launcher", launcher, ProcessLauncher),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a {kind.__name__}")
+    if on_death not in ("notify", "cancel"):
+        raise ValueError(f"on_death={on_death!r}: expected 'notify' or 'cancel'")
+    if transport not in ("ipc", "tcp"):
+        raise ValueError(f"transport={transport!r}: expected 'ipc' or 'tcp'")
+    if on_progress is not None and not callable(on_progress):
+        raise TypeError(f"on_progress={on_progress!r}: expected a callable of stage and fraction, or None")
+    cbor.pack(spec.arguments, [], path="EngineSpec.arguments")
+    return EngineClientBlock(spec, on_death, on_progress, start_limits, shutdown, transport, launcher)
+
+
+class EngineClientBlock:
+    """The async context manager that :func:`open_engine_client` returns.
+
+    A class and not a generator: if a loop ends without leaving the block, no generator is finalized in a foreign task.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        on_death: OnDeath,
+        on_progress: ProgressCallback | None,
+        start_limits: StartLimits,
+        shutdown: ShutdownPolicy,
+        transport: TransportName,
+        launcher: ProcessLauncher,
+    ) -> None:
+        self._spec = spec
+        self._on_death = on_death
+        self._on_progress = on_progress
+        self._start_limits = start_limits
+        self._shutdown = shutdown
+        self._transport: TransportName = transport
+        self._launcher = launcher
+        self._entered = False
+
+    async def __aenter__(self) -> EngineClient:
+        """Start the engine.
+
+        :raises EngineStartError: if it does not get ready
+        """
+        if self._entered:
+            raise EngineClosedError("this block was entered before; call open_engine_client again")
+        self._entered = True
+        await checkpoint()
+        with anyio.CancelScope(shield=True):  # nothing may be made that nobody then closes; it takes a millisecond
+            endpoints = await to_thread.run_sync(Endpoints, self._transport)
+        self._session = EngineSession(endpoints)
+        self._supervisor = Supervisor(self._session, self._launcher, self._cancel_body)
+        self._session.link.fail = self._supervisor.fail
+        self._group = anyio.create_task_group()
+        self._services_scope = anyio.CancelScope(shield=True)
+        self._body_scope: anyio.CancelScope | None = None
+        await self._group.__aenter__()
+        try:
+            services: TaskGroup = await self._group.start(self._serve)
+            await self._supervisor.start(services, self._start_limits)
+            if self._session.link.callback_error is not None:
+                raise self._session.link.callback_error
+        except BaseException as error:
+            await self._close(error)
+            raise
+        self._body_scope = anyio.CancelScope()
+        self._body_scope.__enter__()
+        if self._session.link.report is not None:
+            self._cancel_body()
+        return EngineClient(self._session)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        assert self._body_scope is not None
+        cancelled_by_death = bool(self._body_scope.__exit__(kind, error, traceback))
+        if cancelled_by_death:
+            error = None
+        swallowed = await self._close(error)
+        session = self._session
+        if session.link.report is not None and error is None and (cancelled_by_death or not session.death_told):
+            raise EngineDeadError(session.link.report)
+        return swallowed
+
+    def _cancel_body(self) -> None:
+        if self._on_death == "cancel" and self._body_scope is not None:
+            self._body_scope.cancel()
+
+    async def _serve(self, *, task_status: TaskStatus[TaskGroup]) -> None:
+        # Shielded, because the engine must be ended in good order when the block around it is cancelled; _close ends
+        # this scope, and every way out of the block leads through _close.
+        with self._services_scope:
+            async with anyio.create_task_group() as services:
+                services.start_soon(read_pull, self._session)
+                services.start_soon(read_router, self._session, self._spec, self._on_progress)
+                services.start_soon(keep_pulse, self._session)
+                services.start_soon(show_output, self._session)
+                task_status.started(services)
+                await anyio.sleep_forever()
+
+    async def _close(self, error: BaseException | None) -> bool:
+        """End everything; whether ``error`` was a cancellation of our own group and ends here."""
+        session = self._session
+        session.closing = True
+        session.link.phase = "close"
+        try:
+            await self._supervisor.stop(self._shutdown)
+            with anyio.move_on_after(FLUSH_LIMIT, shield=True):
+                await show_new_output(session)
+        finally:
+            session.closed = True
+            session.close_waiters(lambda: EngineClosedError("the client was closed"))
+            session.link.ended.set()
+            self._services_scope.cancel()
+            session.endpoints.close_sockets()
+            if session.link.process is not None:
+                session.link.process.close()
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(session.endpoints.close)
+            swallowed = await self._leave_group(error)
+        return swallowed
+
+    async def _leave_group(self, error: BaseException | None) -> bool:
+        """Leave the task group as a nursery would, but with bare errors: the body's own comes first."""
+        cancelled = error if isinstance(error, anyio.get_cancelled_exc_class()) else None
+        try:
+            if cancelled is None:
+                await self._group.__aexit__(None, None, None)
+                return False
+            return bool(await self._group.__aexit__(type(cancelled), cancelled, cancelled.__traceback__))
+        except BaseExceptionGroup as group:
+            if error is not None and cancelled is None:
+                return False
+            raise _bare(group) from None
+        except anyio.get_cancelled_exc_class():
+            if error is not None:
+                return False  # ``error`` goes on by itself
+            raise
+
+
+def _bare(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,95 @@
+"""Checks of what a request is made of, at the call and before anything is sent."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any, cast
+
+from anyengine.errors import RequestError
+from anyengine.protocol.arrays import WireArray
+from anyengine.protocol.sampling import sampling_differences
+from anyengine.types import U32_MAX, EngineInfo, SamplingParams
+
+
+def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[int] | None:
+    """The prompt's token ids as u32, copied; None if the prompt is embeddings.
+
+    :raises TypeError: if a prompt has the wrong type, or not exactly one is given
+    :raises RequestError: if it is empty, holds an id that is not u32, or the engine takes no embeddings
+    """
+    if (token_ids is None) == (embeds is None):
+        raise TypeError("expected exactly one of prompt_token_ids and prompt_embeds")
+    if token_ids is None:
+        _check_embeds(embeds, info)
+        return None
+    if isinstance(token_ids, str | bytes):
+        raise TypeError(f"prompt_token_ids={token_ids!r:.40}: expected token ids, not text; tokenize it first")
+    tolist = getattr(token_ids, "tolist", None)
+    sequence = cast("Sequence[Any]", tolist() if callable(tolist) else token_ids)
+    if not isinstance(sequence, Sequence):
+        raise TypeError(f"prompt_token_ids={token_ids!r:.40} ({type(token_ids).__name__}): expected token ids")
+    if not len(sequence):
+        raise RequestError("prompt_token_ids=[]: expected at least one token")
+    try:
+        # Refuses floats and numbers out of u32 at C speed; a loop over a long prompt would hold up the event loop.
+        return array("I", sequence)
+    except (TypeError, OverflowError, ValueError):
+        for index, token in enumerate(sequence):
+            if not isinstance(token, int):
+                raise TypeError(
+                    f"prompt_token_ids[{index}]={token!r} ({type(token).__name__}): expected integers"
+                ) from None
+            if not 0 <= token <= U32_MAX:
+                raise RequestError(f"prompt_token_ids[{index}]={token}: a token id is 0 to {U32_MAX}") from None
+        raise
+
+
+def _check_embeds(embeds: object, info: EngineInfo) -> None:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    is_array = (
+        isinstance(embeds, WireArray)
+        or (torch is not None and isinstance(embeds, torch.Tensor))
+        or (numpy is not None and isinstance(embeds, numpy.ndarray))
+    )
+    if not is_array:
+        raise TypeError(
+            f"prompt_embeds={embeds!r:.40} ({type(embeds).__name__}): expected a torch tensor or a numpy array"
+        )
+    shape = tuple(cast("Any", embeds).shape)
+    if len(shape) != 2 or 0 in shape:
+        raise RequestError(f"prompt_embeds of shape {list(shape)}: expected [tokens, hidden size], neither of them 0")
+    if not info.prompt_embeds:
+        raise RequestError(f"prompt_embeds: engine {info.engine!r} takes prompt_token_ids only")
+
+
+def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
+    """``sampling`` itself.
+
+    :raises TypeError: if it is not SamplingParams
+    :raises RequestError: if it asks for something that the engine does not support; the message names it
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling_params={sampling!r:.80} ({type(sampling).__name__}): expected a SamplingParams")
+    for name, value in sampling_differences(sampling).items():
+        if name not in info.sampling_parameters:
+            supported = ", ".join(info.sampling_parameters)
+            raise RequestError(
+                f"SamplingParams.{name}={value!r:.80}: engine {info.engine!r} does not support it; it supports "
+                f"{supported}"
+            )
+    return sampling
+
+
+def check_request_id(request_id: object) -> str | None:
+    """``request_id`` itself.
+
+    :raises TypeError: if it is neither a string nor None
+    :raises RequestError: if it is empty
+    """
+    if request_id is not None and not isinstance(request_id, str):
+        raise TypeError(f"request_id={request_id!r} ({type(request_id).__name__}): expected a string or None")
+    if request_id == "":
+        raise RequestError("request_id='': expected a string with at least one character, or None")
+    return request_id

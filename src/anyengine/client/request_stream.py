@@ -1,0 +1,208 @@
+"""One request as its caller sees it: an async context manager to iterate over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from anyengine.client.waiters import ErrorFactory
+from anyengine.errors import EngineClosedError, RequestError
+from anyengine.protocol.outputs import OutputDetails
+from anyengine.types import Completion, FinishReason, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from anyengine.client.session import EngineSession
+
+RELEASE_LIMIT = 1.0
+"""Seconds that leaving a block waits for the engine to acknowledge an abort. The abort itself is sent at once."""
+
+
+class RequestStream:
+    """The outputs of one request, made by ``client.open_request``.
+
+    Entering sends the request; leaving early, however that happens, aborts it in the engine. A slow reader finds all
+    that came meanwhile in one output. Iteration ends after the output with a ``finish_reason``; it raises
+    :class:`RequestError` if the engine refused or failed this request, and ``EngineDeadError`` if the engine died,
+    after everything that came before. One task at a time may iterate.
+    """
+
+    __slots__ = (
+        "_arrival",
+                "_details",
+        "_embeds",
+        "_error",
+        "_finish",
+        "_handle",
+        "_released",
+        "_sampling",
+        "_session",
+        "_token_ids",
+        "_tokens",
+        "_whole",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        session: EngineSession,
+        token_ids: Sequence[int] | None,
+        embeds: object,
+        sampling: SamplingParams,
+        request_id: str | None,
+        *,
+        whole: bool,
+    ) -> None:
+        self.request_id = request_id
+        self._session = session
+        self._token_ids = token_ids
+        self._embeds = embeds
+        self._sampling = sampling
+        self._whole = whole  # only the end of the request wakes the reader
+        self._handle: int | None = None
+        self._tokens: list[int] = []
+        self._details: list[OutputDetails] = []
+        self._finish: FinishReason | None = None
+        self._error: ErrorFactory | None = None
+        self._arrival: anyio.Event | None = None
+        self._released: anyio.Event | None = None
+
+    # ---- for the client's reader ----
+
+    def push_token(self, token: int) -> None:
+        """One more token and nothing else."""
+        self._tokens.append(token)
+        if self._arrival is not None and not self._whole:
+            self._arrival.set()
+
+    def push_row(self, tokens: Sequence[int], details: OutputDetails | None) -> None:
+        """One row of a step."""
+        self._tokens.extend(tokens)
+        if details is not None:
+            self._finish = details.finish_reason
+            if details.finish_reason == "error":
+                message = f"request {self.request_id}: {details.error or 'failed in the engine'}"
+                self._error = lambda: RequestError(message)
+            else:
+                self._details.append(details)
+        if self._arrival is not None and (self._finish is not None or not self._whole):
+            self._arrival.set()
+
+    def close(self, error: ErrorFactory) -> None:
+        """Nothing more will come: ``error`` follows what is there, unless the request had ended."""
+        if self._finish is None:
+            self._error = error
+        if self._arrival is not None:
+            self._arrival.set()
+        self.release()
+
+    def release(self) -> None:
+        """The engine has let go of this aborted request."""
+        if self._released is not None:
+            self._released.set()
+
+    # ---- for the caller ----
+
+    async def __aenter__(self) -> Self:
+        """Send the request.
+
+        :raises RequestError: if a live request has the same id
+        :raises EngineDeadError: if the engine is dead
+        :raises EngineClosedError: if the client is closed, or this request was sent before
+        """
+        if self._handle is not None:
+            raise EngineClosedError("a request can be sent once; call open_request again")
+        await checkpoint()
+        self._handle, trackers = self._session.register(
+            self, self._token_ids, self._embeds, self._sampling, self.request_id
+        )
+        if self.request_id is None:
+            self.request_id = str(self._handle)
+        self._token_ids = self._embeds = None
+        if trackers:
+            try:
+                await self._session.await_trackers(trackers)
+            except BaseException:
+                await self._leave()
+                raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._leave()
+
+    async def _leave(self) -> None:
+        """Abort the request if it lives, and wait, shielded and bounded, until the engine has let go of it."""
+        assert self._handle is not None
+        self._released = anyio.Event()
+        aborted = self._session.abort_stream(self._handle)
+        if self._error is None and self._finish is None:
+            self._error = lambda: EngineClosedError(f"request {self.request_id}: its block was left")
+            if self._arrival is not None:
+                self._arrival.set()
+        if aborted:
+            with anyio.move_on_after(RELEASE_LIMIT, shield=True):
+                await self._released.wait()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._handle is None:
+            raise EngineClosedError("enter the request first: async with client.open_request(...) as request")
+        if self._ready():
+            await checkpoint()
+        while not self._ready():
+            if self._arrival is not None:
+                raise anyio.BusyResourceError("iterating over")
+            self._arrival = anyio.Event()
+            try:
+                await self._arrival.wait()
+            finally:
+                self._arrival = None
+        return self._take()
+
+    def _ready(self) -> bool:
+        if self._whole:
+            return self._finish is not None or self._error is not None
+        return bool(self._tokens or self._details or self._error is not None or self._finish is not None)
+
+    def _take(self) -> RequestOutput:
+        tokens, self._tokens = self._tokens, []
+        details, self._details = self._details, []
+        if self._error is not None and (self._whole or not (tokens or details)):
+            raise self._session.told(self._error())
+        if not tokens and not details:
+            raise StopAsyncIteration
+        return _merge(self.request_id or "", tokens, details)
+
+    async def completion(self) -> Completion:
+        """Everything to the end of the request."""
+        output = await self.__anext__()
+        return Completion(**{name: getattr(output, name) for name in RequestOutput.__slots__})
+
+
+def _merge(request_id: str, tokens: list[int], details: list[OutputDetails]) -> RequestOutput:
+    if not details:
+        return RequestOutput(request_id=request_id, token_ids=tokens)
+    last = details[-1]
+    logprobs = [position for more in details if more.logprobs is not None for position in more.logprobs]
+    events = [event for more in details if more.events is not None for event in more.events]
+    prompt = next((more.prompt_logprobs for more in details if more.prompt_logprobs is not None), None)
+    pooled = next((more.pooling_output for more in details if more.pooling_output is not None), None)
+    transfer = next((more.kv_transfer_params for more in details if more.kv_transfer_params is not None), None)
+    return RequestOutput(
+        request_id=request_id,
+        token_ids=tokens,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs or None,
+        prompt_logprobs=None if prompt is None else list(prompt),
+        pooling_output=pooled,
+        kv_transfer_params=transfer,
+        events=events or None,
+    )

@@ -1,0 +1,185 @@
+"""What runs behind a client: the readers of its two sockets, the pulse, and the passing on of the child's output."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from anyio.lowlevel import checkpoint
+
+from anyengine.client.session import EngineSession
+from anyengine.errors import ProtocolError
+from anyengine.protocol.client_machine import (
+    CallAnswered,
+    ClientState,
+    DeathAnnounced,
+    HelloReceived,
+    MessageLostError,
+    PongReceived,
+    ProgressReceived,
+    ReadyReceived,
+    StatsReceived,
+    StepReceived,
+    VersionError,
+)
+from anyengine.types import EngineSpec
+
+logger = logging.getLogger("anyengine")
+
+READ_SLICE = 0.002
+"""Seconds for which one turn of the event loop reads messages; other tasks run in between."""
+
+PULSE = 0.5
+"""Seconds between two PINGs."""
+
+UNREACHABLE_LIMIT = 1.0
+"""Seconds for which a live process may be without its socket."""
+
+ProgressCallback = Callable[[str, float | None], None]
+FailEngine = Callable[[str], None]
+
+
+def read_outputs(session: EngineSession) -> bool:
+    """Read from the PULL socket until it is empty or the slice is over; whether there may be more."""
+    pull, machine = session.endpoints.pull, session.link.machine
+    deadline = time.perf_counter() + READ_SLICE
+    while (frames := pull.receive_nowait()) is not None:
+        try:
+            event = machine.receive(frames)
+        except ProtocolError as error:
+            _refuse(session, error)
+        else:
+            if isinstance(event, StepReceived):
+                session.link.heard(event.step)
+                session.deliver(event)
+            elif event is not None:
+                _handle(session, event)
+        if time.perf_counter() >= deadline:
+            return True
+    return False
+
+
+def _handle(session: EngineSession, event: Any) -> None:
+    link = session.link
+    if isinstance(event, CallAnswered):
+        link.heard()
+        event.owner.answer(event.error, event.value)
+    elif isinstance(event, PongReceived):
+        link.heard(event.steps)
+    elif isinstance(event, StatsReceived):
+        link.engine_figures = dict(event.figures)
+    elif isinstance(event, DeathAnnounced):
+        link.death_message = event.message
+        link.announced.set()
+
+
+def _refuse(session: EngineSession, error: ProtocolError) -> None:
+    if isinstance(error, MessageLostError):
+        session.link.fail(str(error))
+        return
+    session.refused_messages += 1
+    # Whoever floods the socket with garbage does not flood the log with it: 1, 2, 4, 8, ...
+    if session.refused_messages & (session.refused_messages - 1) == 0:
+        logger.warning("message ignored (%d so far): %s", session.refused_messages, error)
+
+
+async def read_pull(session: EngineSession) -> None:
+    """Own the PULL socket: read whenever something comes."""
+    while True:
+        slept = await session.endpoints.pull.wait_readable()
+        if read_outputs(session) or not slept:
+            await checkpoint()
+
+
+async def read_router(
+    session: EngineSession, spec: EngineSpec, on_progress: ProgressCallback | None
+) -> None:
+    """Own the ROUTER socket: the handshake comes here, and whatever strangers send."""
+    router = session.endpoints.router
+    while True:
+        await router.wait_readable()
+        for _ in range(100):
+            frames = router.receive_nowait()
+            if frames is None:
+                break
+            try:
+                _handshake(session, frames, spec, on_progress)
+            except VersionError as error:
+                session.link.fail(str(error))
+            except ProtocolError as error:
+                _refuse(session, error)
+        await checkpoint()
+
+
+def _handshake(
+    session: EngineSession,
+    frames: Sequence[bytes | memoryview],
+    spec: EngineSpec,
+    on_progress: ProgressCallback | None,
+) -> None:
+    link = session.link
+    if frames[0] != link.identity:
+        raise ProtocolError(f"a stranger on the request socket calls itself {bytes(frames[0])[:16]!r}")
+    event = link.machine.receive(frames[1:])
+    if isinstance(event, HelloReceived):
+        link.phase = "load"
+        session.send(
+            link.machine.init(
+                output_address=session.endpoints.output_address, path=spec.path, arguments=spec.arguments
+            )
+        )
+        link.greeted.set()
+    elif isinstance(event, ProgressReceived):
+        link.extend_start_limit()
+        if on_progress is not None:
+            try:
+                on_progress(event.stage, event.fraction)
+            except BaseException as error:  # the application's own error: it ends the start, not this reader
+                link.callback_error = error
+                link.ready.set()
+    elif isinstance(event, ReadyReceived):
+        link.info = event.info
+        link.ready.set()
+
+
+async def keep_pulse(session: EngineSession) -> None:
+    """Ask for a sign of life now and then, and note what the answers say."""
+    link = session.link
+    while True:
+        await anyio.sleep(PULSE)
+        if link.machine.state is not ClientState.SERVING:
+            continue
+        while read_outputs(session):
+            await checkpoint()
+        link.looked()
+        while session.endpoints.disconnections.receive_nowait() is not None:
+            pass  # strangers that came and went; what counts is the end of a connection after the engine's death
+        session.send(link.machine.ping())
+        link.pinged()
+        if link.unreachable_since is not None and time.monotonic() - link.unreachable_since > UNREACHABLE_LIMIT:
+            link.fail(f"its socket has been gone for {UNREACHABLE_LIMIT} s, though its process lives")
+
+
+async def show_output(session: EngineSession) -> None:
+    """Pass on what the child prints to this process's stderr, from a thread: a terminal may block."""
+    while True:
+        await show_new_output(session)
+        await anyio.sleep(PULSE if session.link.ready.is_set() else PULSE / 10)
+
+
+async def show_new_output(session: EngineSession) -> None:
+    """Pass on what is there now."""
+    process = session.link.process
+    if process is not None and (data := process.output.read_new()):
+        await to_thread.run_sync(_write, data.decode(errors="replace"), abandon_on_cancel=True)
+
+
+def _write(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

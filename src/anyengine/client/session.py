@@ -1,0 +1,191 @@
+"""What a client's parts share: the engine's link, the sockets, the tables, and the delivery of what arrives."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import anyio
+import zmq
+
+from anyengine.client.link import EngineLink
+from anyengine.client.request_stream import RequestStream
+from anyengine.client.waiters import ErrorFactory, OutputQueue
+from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError, RequestError
+from anyengine.protocol.client_machine import ClientState, StepReceived
+from anyengine.protocol.requests import Frames
+from anyengine.transport.endpoints import Endpoints
+from anyengine.types import SamplingParams
+
+E = TypeVar("E", bound=EngineError)
+
+
+class EngineSession:
+    """One client's engine, from the start of its process to its end."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.endpoints = endpoints
+        self.link = EngineLink(0, itertools.count(), time.monotonic)
+        self.queue = OutputQueue()
+        self.closing = False
+        self.closed = False
+        self.death_told = False
+        self.refused_messages = 0
+        self._handles_by_id: dict[str, int] = {}
+        self._ids_by_handle: dict[int, str] = {}
+        self._trackers: list[zmq.MessageTracker] = []
+        self._owners: Sequence[Any] = ()
+        self._owners_kind: type | None = None
+
+    # ---- requests ----
+
+    def told(self, error: E) -> E:
+        """``error`` itself; remembers that somebody was told of the engine's death."""
+        if isinstance(error, EngineDeadError):
+            self.death_told = True
+        return error
+
+    def abort_stream(self, handle: int) -> bool:
+        """Abort a stream's request; whether it was live, so that its release will come."""
+        if self.link.report is not None or handle not in self.link.machine.requests:
+            return False
+        self.abort([handle])
+        return True
+
+    async def await_trackers(self, trackers: list[zmq.MessageTracker]) -> None:
+        """Return when ZeroMQ has read these frames, so that the caller may change the memory; or the engine is dead.
+
+        :raises EngineDeadError: if the engine dies first
+        :raises EngineClosedError: if the client is closed first
+        """
+        pause = 0.0002
+        while not all(tracker.done for tracker in trackers):
+            # pyzmq reports it to a thread of its own, which cannot wake a task; at most a few milliseconds are lost.
+            with anyio.move_on_after(pause):
+                await self.link.ended.wait()
+            if self.link.ended.is_set():
+                raise self.told(self.ending_error())
+            pause = min(pause * 2, 0.002)
+
+    def check_open(self) -> None:
+        """:raises EngineClosedError: if the client is closed, EngineDeadError if its engine is dead"""
+        if self.closing:
+            raise EngineClosedError("the client is closed: its block was left, or is being left")
+        if self.link.report is not None:
+            raise self.told(EngineDeadError(self.link.report))
+
+    def check_free(self, request_id: str | None) -> None:
+        """:raises RequestError: if a live request has this id"""
+        if request_id in self._handles_by_id:
+            raise RequestError(f"request_id={request_id!r}: a live request has this id")
+
+    def ending_error(self) -> EngineError:
+        """A fresh error for somebody who waited for the end."""
+        if self.closing or self.link.report is None:
+            return EngineClosedError("the client was closed")
+        return EngineDeadError(self.link.report)
+
+    def register(
+        self,
+        owner: RequestStream | OutputQueue,
+        token_ids: Sequence[int] | None,
+        embeds: Any,
+        sampling: SamplingParams,
+        request_id: str | None,
+    ) -> tuple[int, list[zmq.MessageTracker]]:
+        """Send a request for ``owner``; its handle, and the trackers of large frames."""
+        # No await from here to the end of the send: a request is registered and sent, or neither.
+        self.check_open()
+        self.check_free(request_id)
+        handle, frames = self.link.machine.add(token_ids, embeds, sampling, owner)
+        if request_id is not None:
+            self._handles_by_id[request_id] = handle
+            self._ids_by_handle[handle] = request_id
+        return handle, self.send(frames)
+
+    def abort(self, handles: Iterable[int]) -> None:
+        """Abort these requests, whoever made them; unknown handles are ignored."""
+        if self.link.machine.state not in (ClientState.SERVING, ClientState.CLOSING):
+            return
+        handles = list(handles)
+        frames = self.link.machine.abort(handles)
+        if frames is not None:
+            for handle in handles:
+                self._forget_id(handle)
+            self.send(frames)
+
+    def send(self, frames: Frames) -> list[zmq.MessageTracker]:
+        """Send a message to the engine, at once and without waiting; the trackers of large frames."""
+        try:
+            trackers = self.endpoints.router.send([self.link.identity, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            # The engine's socket is gone. Its death, which tells everybody, is a moment away; should its process live
+            # on, the supervisor ends it.
+            if self.link.unreachable_since is None:
+                self.link.unreachable_since = time.monotonic()
+            return []
+        if trackers:
+            self.tracked_buffers()
+            self._trackers += trackers
+        return trackers
+
+    def tracked_buffers(self) -> int:
+        """How many large frames ZeroMQ still reads."""
+        self._trackers = [tracker for tracker in self._trackers if not tracker.done]
+        return len(self._trackers)
+
+    def deliver(self, event: StepReceived[Any]) -> None:
+        """Hand one step to those who wait for it. This is the hot path."""
+        owners, outputs = event.owners, event.outputs
+        if owners is not self._owners:
+            kinds = set(map(type, owners))
+            self._owners = owners
+            self._owners_kind = kinds.pop() if len(kinds) == 1 else None
+        if not owners:
+            pass
+        elif self._owners_kind is OutputQueue:
+            self.queue.push(outputs)
+        elif self._owners_kind is RequestStream and outputs.counts is None and not outputs.details:
+            for stream, token in zip(owners, outputs.token_ids, strict=True):
+                stream.push_token(token)
+        else:
+            for owner, (_, tokens, details) in zip(owners, outputs.rows(), strict=True):
+                if owner is not self.queue:
+                    owner.push_row(tokens, details)
+            whole_steps = [owner is self.queue for owner in owners]
+            if any(whole_steps):
+                self.queue.push(outputs.select(whole_steps))
+        if outputs.details:
+            self._owners = ()  # keep no finished request alive
+            for row, details in outputs.details.items():
+                if details.finish_reason is not None:
+                    self._forget_id(outputs.handles[row])
+        for owner in event.released:
+            if owner is not self.queue:
+                owner.release()
+
+    def _forget_id(self, handle: int) -> None:
+        request_id = self._ids_by_handle.pop(handle, None)
+        if request_id is not None:
+            del self._handles_by_id[request_id]
+
+    def close_waiters(self, error: ErrorFactory) -> None:
+        """Everybody who waits for the engine gets a fresh ``error``, after what came before it."""
+        requests, aborting, calls = self.link.machine.died()
+        for owner in (*requests, *aborting, *calls, self.queue):
+            owner.close(error)
+        self._handles_by_id.clear()
+        self._ids_by_handle.clear()
+        self._owners = ()
+
+    def report_death(self, report: CrashReport) -> None:
+        """The engine is dead: everybody is told."""
+        self.link.report = report
+        self.close_waiters(lambda: EngineDeadError(report))
+        for event in (self.link.greeted, self.link.ready, self.link.ended):
+            event.set()

@@ -1,0 +1,203 @@
+"""One engine's life: launch, handshake, watch, end. Every step is bounded, and each names itself when it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+
+from anyengine.client.services import read_outputs
+from anyengine.client.session import EngineSession
+from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
+from anyengine.process.engine_process import EngineProcess
+from anyengine.process.launcher import ProcessLauncher
+from anyengine.protocol.bootstrap import Bootstrap
+from anyengine.protocol.client_machine import ClientState
+
+logger = logging.getLogger("anyengine")
+
+LAST_OUTPUTS_LIMIT = 0.025
+"""Seconds after a death in which the connection must end; a forked grandchild may hold it open."""
+
+GONE_LIMIT = 2.0
+"""Seconds for a process group that was killed to be gone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartLimits:
+    """Seconds that each step of the start may take; None for no limit. A death ends the wait at once in any case.
+
+    ``hello`` runs from the start of the process to its first message. ``silence`` runs while the engine loads and
+    starts anew with each progress report, so that a slow engine is not taken for a stalled one.
+    """
+
+    hello: float | None = 60.0
+    silence: float | None = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShutdownPolicy:
+    """How the client's block ends its engine; each wait is cut short when the process ends.
+
+    In mode ``"abort"`` open requests end with the finish reason ``"abort"``, in mode ``"drain"`` they may run on for
+    ``drain_limit`` seconds. After that the process has ``grace`` seconds to end on its own, then ``terminate`` seconds
+    after SIGTERM, then it is killed with its whole group.
+    """
+
+    mode: Literal["abort", "drain"] = "abort"
+    drain_limit: float = 30.0
+    grace: float = 2.0
+    terminate: float = 1.0
+
+
+class Supervisor:
+    """Owns one engine's process from :meth:`start` to :meth:`stop`."""
+
+    def __init__(self, session: EngineSession, launcher: ProcessLauncher, on_death: Callable[[], None]) -> None:
+        self._session = session
+        self._link = session.link
+        self._launcher = launcher
+        self._on_death = on_death
+
+    async def start(self, group: TaskGroup, limits: StartLimits) -> None:
+        """Launch the process and return when the engine is READY.
+
+        :raises EngineStartError: if it dies, is too slow, or is refused
+        """
+        link = self._link
+        link.process = await self._launch()
+        link.phase = "hello"
+        group.start_soon(self._watch, link.process)
+        await self._await_step(link.greeted, limits.hello, "HELLO", "start_limits.hello")
+        await self._await_step(link.ready, limits.silence, "READY or progress report", "start_limits.silence")
+        link.phase = "serve"
+
+    async def _launch(self) -> EngineProcess:
+        endpoints = self._session.endpoints
+        bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys, [])
+        try:
+            # A process that nobody knows of must not come out of a cancelled start; it takes some milliseconds.
+            with anyio.CancelScope(shield=True):
+                return await to_thread.run_sync(self._launcher.start, bootstrap)
+        except OSError as error:
+            report = CrashReport(
+                rank=self._link.rank,
+                pid=None,
+                phase="launch",
+                exception_type=type(error).__name__,
+                exception_message=str(error),
+                reason=f"{self._launcher.python} could not be started",
+            )
+            raise EngineStartError(report) from error
+
+    async def _await_step(self, step: anyio.Event, limit: float | None, what: str, setting: str) -> None:
+        link = self._link
+        with anyio.move_on_after(limit) as link.start_limit:
+            link.start_limit_seconds = limit
+            await step.wait()
+        link.start_limit = None
+        if link.report is None and not step.is_set():
+            self.fail(f"no {what} came within {limit} s; the limit is the setting {setting}")
+            await link.ended.wait()
+        if link.report is not None:
+            self._session.death_told = True
+            raise EngineStartError(link.report)
+
+    def fail(self, reason: str) -> None:
+        """End the engine because of something that this side found; its waiters learn ``reason``."""
+        if self._link.fault is None and self._link.report is None and self._link.process is not None:
+            self._link.fault = reason
+            self._link.process.kill_group()
+
+    async def _watch(self, process: EngineProcess) -> None:
+        """Wait for the end of the process, then for the last outputs, then tell everybody."""
+        async with anyio.create_task_group() as ending:
+            ending.start_soon(self._end_of, process, ending.cancel_scope)
+            await self._link.announced.wait()
+            # The engine said that it dies; its exit status follows, unless something in it hangs.
+            await anyio.sleep(LAST_OUTPUTS_LIMIT)
+            self._conclude(process)
+            process.kill_group()
+            await anyio.sleep_forever()
+
+    async def _end_of(self, process: EngineProcess, scope: anyio.CancelScope) -> None:
+        await process.wait()
+        await self._await_last_outputs()
+        process.kill_group()
+        process.reap()
+        self._conclude(process)
+        scope.cancel()
+
+    async def _await_last_outputs(self) -> None:
+        """Read what the engine sent before it died; the end of its connection says that this is all."""
+        session = self._session
+        if self._link.machine.state not in (ClientState.SERVING, ClientState.CLOSING):
+            return
+        disconnections = session.endpoints.disconnections
+        with anyio.move_on_after(LAST_OUTPUTS_LIMIT):
+            while disconnections.receive_nowait() is None:
+                await disconnections.wait_readable()
+        while read_outputs(session):
+            await checkpoint()
+
+    def _conclude(self, process: EngineProcess) -> None:
+        session, link = self._session, self._link
+        if link.ended.is_set():
+            return
+        report = process.report(rank=link.rank, phase=link.phase, reason=link.fault)
+        if link.death_message is not None:
+            report = link.death_message.amend(report)
+        if session.closing:
+            session.close_waiters(lambda: EngineClosedError("the client was closed"))
+            link.ended.set()
+            return
+        session.report_death(report)
+        self._on_death()
+
+    async def stop(self, policy: ShutdownPolicy) -> None:
+        """End the engine and all that it started, politely first. Shielded and bounded; a second interrupt kills."""
+        process = self._link.process
+        if process is None:
+            return
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._stop_politely(process, policy)
+                await self._kill(process)
+        except BaseException:
+            # Ctrl-C or a native cancellation in the middle of the ladder: somebody is in a hurry.
+            process.kill_group()
+            process.reap()
+            raise
+
+    async def _stop_politely(self, process: EngineProcess, policy: ShutdownPolicy) -> None:
+        session, link = self._session, self._link
+        if link.machine.state is ClientState.SERVING and link.fault is None:
+            session.send(link.machine.shutdown(policy.mode))
+            if policy.mode == "drain":
+                await self._ends_within(policy.drain_limit)
+                session.abort(list(link.machine.requests))
+            if await self._ends_within(policy.grace):
+                return
+            logger.warning("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
+        if link.report is None and not process.has_ended():
+            process.terminate()
+            if not await self._ends_within(policy.terminate):
+                logger.warning("engine %d ignores SIGTERM for %s s; killing it", link.rank, policy.terminate)
+
+    async def _ends_within(self, limit: float) -> bool:
+        with anyio.move_on_after(limit):
+            await self._link.ended.wait()
+        return self._link.ended.is_set()
+
+    async def _kill(self, process: EngineProcess) -> None:
+        process.kill_group()
+        await self._ends_within(GONE_LIMIT)
+        process.reap()
+        if not await to_thread.run_sync(process.group_is_gone, GONE_LIMIT):
+            logger.warning("processes of engine %d's group outlive SIGKILL", self._link.rank)

@@ -1,0 +1,117 @@
+"""What waits for an engine: a utility call, and the queue of whole steps. Each has one ``close(error)``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
+
+from anyengine.errors import EngineError, UnencodableResultError, UtilityError
+from anyengine.protocol.outputs import StepOutputs
+
+ErrorFactory = Callable[[], EngineError]
+"""Makes a fresh exception for each waiter; they share what it says, not the object with its traceback."""
+
+
+class PendingCall:
+    """A utility call whose answer has not come."""
+
+    __slots__ = ("_answered", "_error", "_event", "_value", "method", "rank")
+
+    def __init__(self, method: str, rank: int) -> None:
+        self.method = method
+        self.rank = rank
+        self._event = anyio.Event()
+        self._value: Any = None
+        self._error: ErrorFactory | None = None
+        self._answered = False
+
+    @property
+    def answered(self) -> bool:
+        """Whether :meth:`take` would return or raise at once."""
+        return self._answered
+
+    def answer(self, error: tuple[str, str, str | None] | None, value: Any) -> None:
+        """Resolve the call with what the engine said."""
+        self._value = value
+        if error is not None:
+            kind, message, traceback = error
+            failure = UnencodableResultError if kind == "UnencodableError" else UtilityError
+            self._error = lambda: failure(
+                self.method, message, rank=self.rank, exception_type=kind, traceback=traceback
+            )
+        self._resolve()
+
+    def close(self, error: ErrorFactory) -> None:
+        """Resolve the call with an error."""
+        self._error = error
+        self._resolve()
+
+    def _resolve(self) -> None:
+        self._answered = True
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Return when the call is resolved."""
+        await self._event.wait()
+
+    def take(self) -> Any:
+        """The call's value.
+
+        :raises EngineError: if the call failed
+        """
+        if self._error is not None:
+            raise self._error()
+        return self._value
+
+
+class OutputQueue:
+    """Whole steps for ``get_output``. One task at a time may read."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepOutputs] = deque()
+        self._error: ErrorFactory | None = None
+        self._arrival: anyio.Event | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def push(self, outputs: StepOutputs) -> None:
+        """Append a step."""
+        self._steps.append(outputs)
+        if self._arrival is not None:
+            self._arrival.set()
+
+    def close(self, error: ErrorFactory) -> None:
+        """What is queued can still be read; then comes ``error``, for every call."""
+        if self._error is None:
+            self._error = error
+            if self._arrival is not None:
+                self._arrival.set()
+
+    async def get(self) -> StepOutputs:
+        """The next step.
+
+        :raises EngineError: if the queue was closed and is empty
+        :raises anyio.BusyResourceError: if another task waits
+        """
+        if self._steps:
+            # A full checkpoint for each step would cost more than the step: a batch is read in one go, and its size is
+            # bounded by the time that the reader may hold the loop.
+            await checkpoint_if_cancelled()
+            return self._steps.popleft()
+        if self._arrival is not None:
+            raise anyio.BusyResourceError("reading outputs from")
+        while not self._steps:
+            if self._error is not None:
+                await checkpoint()
+                raise self._error()
+            self._arrival = anyio.Event()
+            try:
+                await self._arrival.wait()
+            finally:
+                self._arrival = None
+        return self._steps.popleft()

@@ -1,0 +1,75 @@
+"""``python -m anyengine.engine``: the engine's process. Its parent starts it and writes its bootstrap record.
+
+The arguments are three inherited file descriptors: the lifeline, and two files in which the parent finds the Python
+exception and the native stack if this process crashes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from anyengine.engine import lifeline
+from anyengine.engine.proc import EngineCoreProc
+from anyengine.protocol import cbor
+from anyengine.protocol.bootstrap import Bootstrap
+
+
+def main(lifeline_fd: int, exception_fd: int, native_fd: int) -> None:
+    """Run one engine and end the process."""
+    # Ctrl-C in a terminal is the parent's to answer: it decides the order in which things end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _terminate)
+    for fd in (exception_fd, native_fd):
+        os.set_inheritable(fd, False)
+    faulthandler.enable(file=native_fd, all_threads=True)
+    bootstrap = lifeline.read_bootstrap(lifeline_fd)
+    lifeline.arm(lifeline_fd)
+    _name_process(f"anyengine-{bootstrap.rank}")
+    sys.path += [entry for entry in bootstrap.import_path if entry not in sys.path]
+    logging.basicConfig(level=logging.WARNING, format=f"[engine {bootstrap.rank}] %(levelname)s %(name)s: %(message)s")
+    try:
+        _run(bootstrap, exception_fd)
+    finally:
+        logging.shutdown()
+
+
+def _run(bootstrap: Bootstrap, exception_fd: int) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    proc = EngineCoreProc(bootstrap, context)
+    try:
+        proc.run()
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        os.write(exception_fd, cbor.encode_plain([type(error).__name__, str(error), text]))
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        proc.announce_death(error)
+        context.term()
+        # Whatever else this process has (threads, atexit hooks) belongs to an engine in an unknown state.
+        os._exit(1)
+    context.term()
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _name_process(name: str) -> None:
+    try:
+        with open("/proc/self/comm", "w") as comm:
+            comm.write(name)
+    except OSError:
+        pass  # a name for people who look at ps, not more
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))

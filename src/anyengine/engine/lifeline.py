@@ -1,0 +1,59 @@
+"""The child's end of the lifeline: a pipe whose other end only the parent has, so that its end is the parent's end.
+
+On Linux the kernel itself is told to kill this process group when the pipe's state changes: no thread and no Python
+code is needed for it, and it works while native code holds the GIL. PR_SET_PDEATHSIG would follow the *thread* that
+forked, and the parent may fork from a worker thread that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+
+from anyengine.protocol.bootstrap import LENGTH, Bootstrap
+
+_F_SETSIG = 10  # <fcntl.h>, Linux; Python's fcntl module does not name it
+
+
+def read_bootstrap(fd: int) -> Bootstrap:
+    """Read the record that the parent wrote; blocks until it is there.
+
+    :raises SystemExit: if the parent is gone before it was complete
+    """
+    (length,) = LENGTH.unpack(_read_exactly(fd, LENGTH.size))
+    return Bootstrap.decode(_read_exactly(fd, length))
+
+
+def arm(fd: int) -> None:
+    """From now on this process and its group end when the parent does, however the parent ends."""
+    os.set_inheritable(fd, False)
+    if sys.platform == "linux":
+        fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+        try:
+            os.read(fd, 1)  # the parent may have gone before O_ASYNC was set; nothing is ever written any more
+        except BlockingIOError:
+            return
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    else:
+        threading.Thread(target=_wait_for_end, args=(fd,), name="anyengine-lifeline", daemon=True).start()
+
+
+def _wait_for_end(fd: int) -> None:
+    os.read(fd, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _read_exactly(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = os.read(fd, size - len(data))
+        if not chunk:
+            raise SystemExit("the process that started this engine is gone")
+        data += chunk
+    return data

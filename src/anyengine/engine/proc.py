@@ -1,0 +1,257 @@
+"""``EngineCoreProc``: the loop that runs an engine. One thread: drain the DEALER, step, send; block when idle.
+
+ZeroMQ's own I/O threads do the I/O, so there are no queues, locks or Python threads here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from anyengine import frames
+from anyengine.engine.core import Deferred, EngineCore, EngineRequest, utilities_of
+from anyengine.errors import ProtocolError, RequestError, UnencodableError
+from anyengine.protocol import engine_machine as machine
+from anyengine.protocol.bootstrap import Bootstrap
+from anyengine.protocol.outputs import OutputDetails, StepOutputs, encode_details
+from anyengine.protocol.requests import ShutdownMode
+
+logger = logging.getLogger("anyengine")
+
+STATS_INTERVAL = 1.0
+"""Seconds between two STATS messages while there is work."""
+
+GOODBYE_LINGER = 2000
+"""Milliseconds for which the last messages may wait to be read when the process ends."""
+
+
+class EngineCoreProc:
+    """Runs one engine for one client until the client ends it.
+
+    :param bootstrap: how the client is reached
+    :param context: the ZeroMQ context to use; it stays open
+    """
+
+    def __init__(self, bootstrap: Bootstrap, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._bootstrap = bootstrap
+        self._context = context
+        self._protocol = machine.EngineMachine(rank=bootstrap.rank, token=bootstrap.token)
+        self._dealer = self._socket(zmq.DEALER, linger=0)
+        self._push: zmq.Socket[bytes] | None = None
+        self._core: EngineCore | None = None
+        self._utilities: frozenset[str] = frozenset()
+        self._steps = 0
+        self._stats_sent_at = 0.0
+        self._stats_due = False
+        self._ending: ShutdownMode | None = None
+
+    def run(self) -> None:
+        """Greet, load, serve, end. Returns when the client has ended the engine in good order.
+
+        :raises Exception: what the engine's constructor, ``load`` or ``step`` raised; then :meth:`announce_death`
+        """
+        self._dealer.setsockopt(zmq.IDENTITY, self._bootstrap.rank.to_bytes(2, "little"))
+        self._dealer.connect(self._bootstrap.address)
+        self._dealer.send_multipart(self._protocol.hello(os.getpid()))
+        core = self._core = self._load(self._await_init())
+        try:
+            self._serve(core)
+        finally:
+            core.shutdown()
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets, giving messages already handed over a moment to leave."""
+        self._dealer.close()
+        if self._push is not None:
+            self._push.close()
+
+    def announce_death(self, error: BaseException) -> None:
+        """Tell the client of what this engine dies, if it can be told."""
+        if self._push is not None and self._protocol.state is not machine.EngineState.DEAD:
+            text = "".join(traceback.format_exception(error))
+            self._push.send_multipart(self._protocol.dead(type(error).__name__, str(error), text))
+        self.close()
+
+    # ---- starting ----
+
+    def _socket(self, kind: int, *, linger: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, linger)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        keys = self._bootstrap.keys
+        if keys is not None:
+            socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
+            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+        return socket
+
+    def _await_init(self) -> machine.InitReceived:
+        while True:
+            self._dealer.poll()
+            event = self._protocol.receive(frames.receive_nowait(self._dealer))
+            if isinstance(event, machine.InitReceived):
+                return event
+
+    def _load(self, init: machine.InitReceived) -> EngineCore:
+        self._push = self._socket(zmq.PUSH, linger=GOODBYE_LINGER)
+        self._push.connect(init.output_address)
+        module, _, name = init.path.partition(":")
+        engine_class = getattr(importlib.import_module(module), name)
+        if not (isinstance(engine_class, type) and issubclass(engine_class, EngineCore)):
+            raise TypeError(f"{init.path} is not a subclass of anyengine.engine.EngineCore")
+        core = engine_class(**init.arguments)
+        core.load(self._report_progress)
+        names = utilities_of(engine_class)
+        self._utilities = frozenset(names)
+        info = dataclasses.replace(core.describe(), utilities=names)
+        self._dealer.send_multipart(self._protocol.ready(info))
+        return core
+
+    def _report_progress(self, stage: str, fraction: float | None = None) -> None:
+        self._dealer.send_multipart(self._protocol.progress(stage, fraction))
+
+    # ---- serving ----
+
+    def _serve(self, core: EngineCore) -> None:
+        while True:
+            working = core.has_work()
+            if not working and self._stats_due:
+                self._send_stats(core)
+            self._receive(core, wait=not working and self._ending is None)
+            if self._ending == "abort":
+                self._abort(core, list(self._protocol.live))
+            if self._ending is not None and not self._protocol.live:
+                return
+            if core.has_work():
+                self._step(core)
+            elif self._ending is not None:
+                # Live requests without work would make draining endless.
+                self._abort(core, list(self._protocol.live))
+
+    def _receive(self, core: EngineCore, *, wait: bool) -> None:
+        if wait:
+            self._dealer.poll()
+        while True:
+            try:
+                message = frames.receive_nowait(self._dealer)
+            except zmq.Again:
+                return
+            try:
+                event = self._protocol.receive(message)
+            except machine.MessageLostError:
+                raise
+            except ProtocolError as error:
+                logger.warning("engine %d ignored a message: %s", self._bootstrap.rank, error)
+                continue
+            if event is not None:
+                self._handle(core, event)
+
+    def _handle(self, core: EngineCore, event: machine.Event) -> None:
+        protocol = self._protocol
+        match event:
+            case machine.RequestReceived(message):
+                request = EngineRequest(
+                    handle=message.handle,
+                    prompt_token_ids=message.prompt_token_ids,
+                    prompt_embeds=message.prompt_embeds,
+                    sampling=message.sampling,
+                )
+                try:
+                    core.add_request(request)
+                except RequestError as error:
+                    self._send(protocol.refuse(self._steps, message.handle, str(error)))
+                except Exception as error:
+                    logger.warning("request %d failed in add_request", message.handle, exc_info=True)
+                    self._send(protocol.refuse(self._steps, message.handle, f"{type(error).__name__}: {error}"))
+            case machine.RequestMalformed(handle, problem):
+                self._send(protocol.refuse(self._steps, handle, problem))
+            case machine.AbortReceived(handles):
+                self._abort(core, handles)
+            case machine.CallReceived(call_id, method, args):
+                self._call(core, call_id, method, args)
+            case machine.CallMalformed(call_id, problem):
+                self._send(protocol.answer(call_id, None, ("ProtocolError", problem, None)))
+            case machine.PingReceived():
+                self._send(protocol.pong(self._steps))
+            case machine.ShutdownReceived(mode):
+                self._ending = mode
+            case machine.InitReceived():
+                raise AssertionError("the protocol takes INIT once")
+
+    def _send(self, message: Sequence[bytes | bytearray | memoryview]) -> None:
+        assert self._push is not None
+        frames.send_copied(self._push, message)
+
+    def _abort(self, core: EngineCore, handles: Sequence[int]) -> None:
+        if handles:
+            core.abort_requests(handles)
+            self._send(self._protocol.release(self._steps, handles))
+
+    def _call(self, core: EngineCore, call_id: int, method: str, args: Sequence[Any]) -> None:
+        answer = functools.partial(self._answer, call_id)
+        if method not in self._utilities:
+            answer(None, LookupError(f"this engine has no utility {method!r}"))
+            return
+        try:
+            value = getattr(core, method)(*args)
+        except Exception as error:
+            answer(None, error)
+            return
+        if isinstance(value, Deferred):
+            value.on_settled(answer)
+        else:
+            answer(value, None)
+
+    def _answer(self, call_id: int, value: Any, error: BaseException | None) -> None:
+        if error is None:
+            try:
+                self._send(self._protocol.answer(call_id, value))
+                return
+            except UnencodableError as refused:
+                failure = (type(refused).__name__, str(refused), None)
+        else:
+            failure = (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        self._send(self._protocol.answer(call_id, None, failure))
+
+    def _step(self, core: EngineCore) -> None:
+        outputs = core.step()
+        self._steps += 1
+        if outputs is not None and len(outputs):
+            try:
+                message = self._protocol.outputs(self._steps, outputs)
+            except UnencodableError:
+                message = self._protocol.outputs(self._steps, self._replace_unencodable(core, outputs))
+            self._send(message)
+        self._stats_due = True
+        if time.monotonic() - self._stats_sent_at >= STATS_INTERVAL:
+            self._send_stats(core)
+
+    def _replace_unencodable(self, core: EngineCore, outputs: StepOutputs) -> StepOutputs:
+        """End the requests whose details cannot travel, so that the step's other rows can."""
+        details = dict(outputs.details)
+        for row, more in outputs.details.items():
+            try:
+                encode_details(more, [], f"outputs[{row}]")
+            except UnencodableError as error:
+                if more.finish_reason is None:
+                    core.abort_requests([outputs.handles[row]])
+                details[row] = OutputDetails(finish_reason="error", error=str(error))
+        return StepOutputs(outputs.handles, outputs.token_ids, outputs.counts, details)
+
+    def _send_stats(self, core: EngineCore) -> None:
+        self._stats_due = False
+        self._stats_sent_at = time.monotonic()
+        figures = core.statistics()
+        if figures:
+            self._send(self._protocol.stats(figures))

@@ -1,0 +1,1 @@
+"""Adapters: engines that run in the child process, each in a module of its own."""

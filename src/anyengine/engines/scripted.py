@@ -1,0 +1,356 @@
+"""A deterministic engine without a model, for tests and benchmarks. It starts in a fraction of a second.
+
+It counts: the tokens of a request are those that follow its prompt's last token, modulo the vocabulary. Or it plays a
+script. Its utilities produce every fault that a real engine can have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from anyengine.engine.core import (
+    Deferred,
+    EngineCore,
+    EngineRequest,
+    OutputDetails,
+    ProgressReporter,
+    StepOutputs,
+    from_rows,
+    utility,
+)
+from anyengine.errors import RequestError
+from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
+
+LoadFault = Literal["raise", "exit", "kill", "hang"]
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    handle: int
+    next_token: int
+    generated: int
+    limit: int
+    stop_token_ids: frozenset[int]
+    logprobs: int | None
+
+
+class ScriptedEngine(EngineCore):
+    """Counts up from each prompt, or plays ``script``, one token per request and step.
+
+    :param step_delay: seconds that each step takes
+    :param max_num_seqs: requests that run at a time; others wait
+    :param vocab_size: counting wraps around here; prompt tokens must be below
+    :param max_model_len: prompt and completion tokens together
+    :param script: tokens that every request gets instead of counting; its end is a stop
+    :param load_seconds: how long loading takes, with a progress report at each tenth
+    :param load_fault: what goes wrong halfway through loading: an exception, ``os._exit(3)``, SIGKILL, or nothing more
+    :param constructor_fault: the text of an exception that the constructor raises
+    """
+
+    def __init__(
+        self,
+        *,
+        step_delay: float = 0.0,
+        max_num_seqs: int = 1024,
+        vocab_size: int = 32_000,
+        max_model_len: int = 2**24,
+        script: Sequence[int] | None = None,
+        load_seconds: float = 0.0,
+        load_fault: LoadFault | None = None,
+        constructor_fault: str | None = None,
+    ) -> None:
+        if constructor_fault is not None:
+            raise RuntimeError(constructor_fault)
+        self._step_delay = step_delay
+        self._max_num_seqs = max_num_seqs
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._script = None if script is None else list(script)
+        self._load_seconds = load_seconds
+        self._load_fault = load_fault
+        self._waiting: deque[_Running] = deque()
+        self._running: dict[int, _Running] = {}
+        self._frozen: tuple[float, bool] | None = None
+        self._error_in_step: str | None = None
+        self._flood: _Flood | None = None
+        self._grandchildren: list[subprocess.Popen[bytes]] = []
+        # While nothing but counting happens, a step is one addition to the columns of the step before.
+        self._handles = array("Q")
+        self._tokens = array("I")
+        self._plain_steps = 0
+        self._made_plain = 0
+
+    def load(self, progress: ProgressReporter) -> None:
+        """Pretend to load, and fail as asked."""
+        for tenth in range(10):
+            progress("loading", tenth / 10)
+            if tenth == 5 and self._load_fault is not None:
+                _fail(self._load_fault)
+            time.sleep(self._load_seconds / 10)
+        progress("loading", 1.0)
+
+    def describe(self) -> EngineInfo:
+        """A scripted engine has no dtype and no cache."""
+        return EngineInfo(
+            engine="scripted",
+            version="1",
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            sampling_parameters=("max_tokens", "stop_token_ids", "logprobs", "temperature", "seed"),
+        )
+
+    def add_request(self, request: EngineRequest) -> None:
+        """:raises RequestError: if the prompt is not of token ids, has one outside the vocabulary, or is too long"""
+        prompt = request.prompt_token_ids
+        if prompt is None:
+            raise RequestError("the scripted engine takes prompt_token_ids, not prompt_embeds")
+        if len(prompt) >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, but max_model_len is {self._max_model_len} with the completion"
+            )
+        largest = max(prompt)
+        if largest >= self._vocab_size:
+            raise RequestError(f"prompt token id {largest} is not below vocab_size {self._vocab_size}")
+        sampling = request.sampling
+        self._waiting.append(
+            _Running(
+                handle=request.handle,
+                next_token=(prompt[-1] + 1) % self._vocab_size,
+                generated=0,
+                limit=min(sampling.max_tokens, self._max_model_len - len(prompt)),
+                stop_token_ids=frozenset(sampling.stop_token_ids),
+                logprobs=sampling.logprobs,
+            )
+        )
+
+    def abort_requests(self, handles: Sequence[int]) -> None:
+        """Drop these requests."""
+        self._settle_plain_steps()
+        dropped = set(handles)
+        for handle in handles:
+            self._running.pop(handle, None)
+        if any(waiting.handle in dropped for waiting in self._waiting):
+            self._waiting = deque(waiting for waiting in self._waiting if waiting.handle not in dropped)
+
+    def has_work(self) -> bool:
+        """Whether anything runs, waits, floods or is about to go wrong."""
+        return bool(
+            self._running or self._waiting or self._flood or self._frozen is not None or self._error_in_step is not None
+        )
+
+    def step(self) -> StepOutputs | None:
+        """One token for every running request."""
+        if self._error_in_step is not None:
+            raise RuntimeError(self._error_in_step)
+        if self._frozen is not None:
+            (seconds, hold_gil), self._frozen = self._frozen, None
+            _sleep_in_c(seconds, hold_gil=hold_gil)
+        if self._flood is not None:
+            outputs = self._flood.step()
+            if outputs is None:
+                self._flood.finish()
+                self._flood = None
+            return outputs
+        if self._step_delay:
+            time.sleep(self._step_delay)
+        if self._waiting and len(self._running) < self._max_num_seqs:
+            self._settle_plain_steps()
+            while self._waiting and len(self._running) < self._max_num_seqs:
+                request = self._waiting.popleft()
+                self._running[request.handle] = request
+        if not self._running:
+            return None
+        return self._plain_step() or self._full_step()
+
+    def statistics(self) -> Mapping[str, float]:
+        """How many requests run and wait."""
+        return {"running": len(self._running), "waiting": len(self._waiting)}
+
+    # ---- stepping ----
+
+    def _plain_step(self) -> StepOutputs | None:
+        """The next step if every request only counts on in it, without a wrap, stop, end or log-probability."""
+        if self._plain_steps == 0:
+            self._settle_plain_steps()
+            self._plain_steps = min(self._plain_steps_of(request) for request in self._running.values())
+            if self._plain_steps == 0:
+                return None
+            self._handles = array("Q", self._running)
+            self._tokens = array("I", [request.next_token for request in self._running.values()])
+        self._plain_steps -= 1
+        self._made_plain += 1
+        outputs = StepOutputs(self._handles, self._tokens)
+        # All tokens plus one at once: the column is one long number, and none of its digits overflows.
+        size = len(self._tokens) * 4
+        ones = int.from_bytes(b"\x01\x00\x00\x00" * len(self._tokens), "little")
+        self._tokens = array("I", (int.from_bytes(self._tokens.tobytes(), "little") + ones).to_bytes(size, "little"))
+        return outputs
+
+    def _plain_steps_of(self, request: _Running) -> int:
+        if self._script is not None or request.logprobs is not None:
+            return 0
+        steps = min(request.limit - request.generated - 1, self._vocab_size - request.next_token - 1)
+        for token in request.stop_token_ids:
+            if token >= request.next_token:
+                steps = min(steps, token - request.next_token)
+        return max(steps, 0)
+
+    def _settle_plain_steps(self) -> None:
+        for request in self._running.values() if self._made_plain else ():
+            request.generated += self._made_plain
+            request.next_token += self._made_plain
+        self._made_plain = self._plain_steps = 0
+
+    def _full_step(self) -> StepOutputs:
+        rows: list[tuple[int, Sequence[int], OutputDetails | None]] = []
+        for request in list(self._running.values()):
+            token, reason, stop_reason = self._advance(request)
+            logprobs = None if request.logprobs is None else [self._logprobs(token, request.logprobs)]
+            details = None
+            if reason is not None or logprobs is not None:
+                details = OutputDetails(finish_reason=reason, stop_reason=stop_reason, logprobs=logprobs)
+            if reason is not None:
+                del self._running[request.handle]
+            rows.append((request.handle, (token,), details))
+        return from_rows(rows)
+
+    def _advance(self, request: _Running) -> tuple[int, FinishReason | None, int | None]:
+        if self._script is None:
+            token = request.next_token
+            request.next_token = (token + 1) % self._vocab_size
+        else:
+            token = self._script[request.generated]
+        request.generated += 1
+        if token in request.stop_token_ids:
+            return token, "stop", token
+        if request.generated >= request.limit:
+            return token, "length", None
+        if self._script is not None and request.generated == len(self._script):
+            return token, "stop", None
+        return token, None, None
+
+    def _logprobs(self, token: int, best: int) -> TokenLogprobs:
+        """The sampled token has half of the probability, the next best half of what is left, and so on."""
+        return {(token + place) % self._vocab_size: -(place + 1) * math.log(2) for place in range(best + 1)}
+
+    # ---- utilities ----
+
+    @utility
+    def echo(self, value: Any) -> Any:
+        """``value`` itself."""
+        return value
+
+    @utility
+    def sleep_for(self, seconds: float) -> float:
+        """Answer after ``seconds``; the engine does nothing else meanwhile."""
+        time.sleep(seconds)
+        return seconds
+
+    @utility
+    def raise_error(self, text: str) -> None:
+        """Fail this call with a RuntimeError."""
+        raise RuntimeError(text)
+
+    @utility
+    def return_unencodable(self) -> Any:
+        """Return a function inside a list inside a map."""
+        return {"fine": 1, "items": [0, _fail]}
+
+    @utility
+    def exit(self, code: int) -> None:
+        """End the process without a word."""
+        os._exit(code)
+
+    @utility
+    def kill(self, number: int) -> None:
+        """Send this process a signal."""
+        os.kill(os.getpid(), number)
+
+    @utility
+    def abort(self) -> None:
+        """End as ``std::terminate`` does."""
+        os.abort()
+
+    @utility
+    def segfault(self) -> None:
+        """Read address 0 in native code."""
+        ctypes.string_at(0)
+
+    @utility
+    def raise_in_step(self, text: str) -> None:
+        """Have the next step raise a RuntimeError."""
+        self._error_in_step = text
+
+    @utility
+    def freeze(self, seconds: float, hold_gil: bool) -> None:
+        """Have the next step sleep in native code, keeping the GIL or not; the answer comes before."""
+        self._frozen = (seconds, hold_gil)
+
+    @utility
+    def spawn_grandchild(self) -> int:
+        """Start a process that sleeps for an hour and answer its pid."""
+        code = "import time; time.sleep(3600)"
+        grandchild = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
+        self._grandchildren.append(grandchild)
+        return grandchild.pid
+
+    @utility
+    def flood(self, steps: int, requests_per_step: int) -> Deferred:
+        """Send ``steps`` steps as fast as possible, and answer with the number of rows when they are out.
+
+        The rows are those of running requests, then of requests that nobody knows; each has the number of the flood's
+        step as its one token. They do not count as the requests' own tokens.
+        """
+        self._settle_plain_steps()
+        handles = array("Q", list(self._running)[:requests_per_step])
+        unknown = range(2**64 - (requests_per_step - len(handles)), 2**64)
+        handles.extend(unknown)
+        self._flood = _Flood(steps, handles)
+        return self._flood.answer
+
+
+class _Flood:
+    def __init__(self, steps: int, handles: array[int]) -> None:
+        self.answer = Deferred()
+        self.left = steps
+        self._steps = steps
+        self._handles = handles
+
+    def step(self) -> StepOutputs | None:
+        if self.left == 0:
+            return None
+        number = self._steps - self.left
+        self.left -= 1
+        return StepOutputs(self._handles, array("I", [number]) * len(self._handles))
+
+    def finish(self) -> None:
+        self.answer.set_result(self._steps * len(self._handles))
+
+
+def _fail(fault: LoadFault) -> None:
+    if fault == "raise":
+        raise RuntimeError("loading failed, as it was told to")
+    if fault == "exit":
+        os._exit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), 9)
+    time.sleep(3600)
+
+
+def _sleep_in_c(seconds: float, *, hold_gil: bool) -> None:
+    library = ctypes.PyDLL(None) if hold_gil else ctypes.CDLL(None)
+    microseconds = math.ceil(seconds * 1e6)
+    while microseconds > 0:  # usleep takes less than a second at a time
+        chunk = min(microseconds, 900_000)
+        library.usleep(chunk)
+        microseconds -= chunk

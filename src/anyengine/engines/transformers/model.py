@@ -1,0 +1,206 @@
+"""A causal language model of transformers, run on the tokens of many requests at once.
+
+The engine computes plain causal attention and keeps nothing of a request but its keys and values. A model that needs
+more is refused when it is loaded, never computed wrongly: by its configuration, and by a first pass that sees what
+each attention layer asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+
+from anyengine.engines.transformers import attention
+from anyengine.engines.transformers.kv_cache import KVCache, KVLayout
+from anyengine.engines.transformers.scheduler import Chunk
+
+_HARMLESS_OPTIONS = frozenset({"scaling", "dropout", "is_causal", "position_ids", "sliding_window"})
+"""What a layer may hand to its attention: without effect here, or checked on its own."""
+
+_NEEDED_ARGUMENTS = ("input_ids", "position_ids", "inputs_embeds", "logits_to_keep")
+
+
+@dataclasses.dataclass
+class _Probe:
+    """Stands in for the attention in a first pass, and writes down what the layers ask for."""
+
+    shapes: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict[int, tuple[int, int, int]])
+    windows: list[int] = dataclasses.field(default_factory=list[int])
+    problems: set[str] = dataclasses.field(default_factory=set[str])
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        layer: int | None = getattr(module, "layer_idx", None)
+        if layer is None or layer in self.shapes:
+            self.problems.add("attention layers that are not numbered one by one")
+        else:
+            self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        if mask is not None:
+            self.problems.add("an attention mask of its own")
+        if options.get("is_causal", getattr(module, "is_causal", True)) is False:
+            self.problems.add("attention that is not causal")
+        if options.get("sliding_window"):
+            self.windows.append(options["sliding_window"])
+        for name, option in options.items():
+            if name not in _HARMLESS_OPTIONS and option is not None and option is not False:
+                self.problems.add(f"the attention option {name!r}")
+        return query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+
+
+class CausalModel:
+    """The model and what the engine has to know of it.
+
+    ``max_length`` is the greatest number of tokens it is made for (None if it does not say), ``window`` the number of
+    tokens within which its attention is that of this engine (None if there is no bound).
+
+    :raises ValueError: if it needs something that this engine does not compute
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype | None, device: torch.device) -> None:
+        transformers.utils.logging.disable_progress_bar()  # stderr is for what a person should read after a crash
+        transformers.AttentionInterface.register(attention.IMPLEMENTATION, attention.forward)
+        config: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        self._name = f"{config.model_type} model {directory}"
+        self._refuse(_config_problems(config.get_text_config()))
+        loader: Any = transformers.AutoModelForCausalLM
+        self._model: Any = loader.from_pretrained(
+            directory,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=attention.IMPLEMENTATION,
+            local_files_only=True,
+        )
+        self._refuse(_model_problems(self._model))
+        self._model.to(device).eval()
+        self._config = self._model.config.get_text_config()
+        self._embed: Any = self._model.get_input_embeddings()
+        self.device = device
+        self.dtype: torch.dtype = self._model.dtype
+        self.vocab_size: int = self._config.vocab_size
+        self.hidden_size: int = self._embed.embedding_dim
+        self.max_length: int | None = getattr(self._config, "max_position_embeddings", None)
+        self.window: int | None = _rope_window(self._config)
+        self.eos_token_ids = _token_ids(self._model.generation_config.eos_token_id)
+
+    def probe(self, tokens: int) -> KVLayout:
+        """Run ``tokens`` tokens without a cache, to learn what the layers need. Settles ``window``.
+
+        :raises ValueError: if a layer needs something that this engine does not compute
+        """
+        probe = _Probe()
+        positions = torch.arange(tokens, device=self.device) % (self.max_length or tokens)
+        self._run(torch.zeros_like(positions), positions, None, positions[-1:], probe)
+        expected = set(range(self._config.num_hidden_layers))
+        if set(probe.shapes) != expected:
+            missing = sorted(expected - set(probe.shapes))
+            probe.problems.add(f"layers without attention of this kind (numbers {missing})")
+        if len(set(probe.shapes.values())) > 1:
+            probe.problems.add(f"layers of different shapes ({sorted(set(probe.shapes.values()))})")
+        self._refuse(sorted(probe.problems))
+        windows = [*probe.windows, *([] if self.window is None else [self.window]), *_sliding_windows(self._config)]
+        self.window = min(windows, default=None)
+        heads, key_dim, value_dim = probe.shapes[0]
+        return KVLayout(len(probe.shapes), heads, key_dim, value_dim, self.dtype)
+
+    def forward(self, chunks: list[Chunk], cache: KVCache) -> tuple[list[Chunk], torch.Tensor]:
+        """Run the chunks of a step. Returns those from which a token is sampled, and their logits ``[chunk, vocab]``."""
+        paged = attention.PagedAttention(chunks, cache)
+        tokens: list[int] = []
+        positions: list[int] = []
+        keep: list[int] = []
+        sampled: list[Chunk] = []
+        embeds: list[tuple[int, torch.Tensor]] = []
+        for chunk in paged.chunks:
+            request = chunk.request
+            if request.embeds is not None and chunk.start < request.prompt_length:
+                embeds.append((len(tokens), request.embeds[chunk.start : chunk.stop]))
+            tokens += request.tokens[chunk.start : chunk.stop]
+            positions += range(chunk.start, chunk.stop)
+            if chunk.samples:
+                keep.append(len(tokens) - 1)
+                sampled.append(chunk)
+        ids, places = torch.tensor([tokens, positions], device=self.device)
+        inputs = None
+        if embeds:
+            inputs = self._embed(ids)
+            for row, part in embeds:
+                inputs[row : row + len(part)] = part
+        return sampled, self._run(ids, places, inputs, torch.tensor(keep, device=self.device, dtype=torch.long), paged)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        embeds: torch.Tensor | None,
+        keep: torch.Tensor,
+        paged: attention.Attention,
+    ) -> torch.Tensor:
+        inputs = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
+        with torch.inference_mode():
+            output = self._model(
+                **inputs, position_ids=positions[None], logits_to_keep=keep, use_cache=False, paged=paged
+            )
+        return output.logits[0]
+
+    def _refuse(self, problems: list[str]) -> None:
+        if problems:
+            raise ValueError(f"the {self._name} needs what this engine does not compute: {'; '.join(problems)}")
+
+
+def _config_problems(config: Any) -> list[str]:
+    problems: list[str] = []
+    if config.is_encoder_decoder:
+        problems.append("an encoder (is_encoder_decoder)")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        problems.append(f"layers of the types {sorted(kinds)} (layer_types)")
+    for name in ("attn_logit_softcapping", "attention_chunk_size", "num_kv_shared_layers", "alibi"):
+        if getattr(config, name, None):
+            problems.append(f"{name}={getattr(config, name)}")
+    return problems
+
+
+def _model_problems(model: Any) -> list[str]:
+    problems: list[str] = []
+    if model._is_stateful:
+        problems.append("a state beside its keys and values (state-space or recurrent layers)")
+    arguments = inspect.signature(model.forward).parameters
+    problems += [f"a call without {name!r}" for name in _NEEDED_ARGUMENTS if name not in arguments]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in arguments.values()):
+        problems.append("attention that cannot be given from outside")
+    return problems
+
+
+def _sliding_windows(config: Any) -> list[int]:
+    """The window, if layers of this model look at no more than that many tokens."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return [window] if window and (kinds is None or "sliding_attention" in kinds) else []
+
+
+def _rope_window(config: Any) -> int | None:
+    """The length up to which rotary frequencies do not change with the longest request of a batch."""
+    parameters = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in cast("list[dict[str, Any]]", nested or [parameters]):
+        kind: str = entry.get("rope_type", "")
+        if "dynamic" in kind or kind == "longrope":
+            return entry.get("original_max_position_embeddings") or config.max_position_embeddings
+    return None
+
+
+def _token_ids(value: int | list[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)

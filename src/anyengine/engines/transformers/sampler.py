@@ -1,0 +1,181 @@
+"""Picks the next token of every request of a step at once, on the model's device.
+
+Requests that are greedy and ask for nothing else cost one argmax. The order for the others is vLLM's: logit_bias,
+allowed_token_ids and min_tokens, then penalties, then temperature, min_p, top_k and top_p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+
+from anyengine.errors import RequestError
+from anyengine.types import SamplingParams, TokenLogprobs
+
+PARAMETERS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos",
+    "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
+)  # fmt: skip
+"""The fields of :class:`SamplingParams` that this engine honours."""
+
+_MINUS_INFINITY = float("-inf")
+
+
+@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
+class SamplingState:
+    """What the sampler keeps of one request, on its device; None is what the request did not ask for.
+
+    ``bias`` is added to the logits, ``counts`` says how often each token was generated and ``prompt`` which occur in
+    the prompt (each ``[vocab]``). ``stops`` are the tokens that end the request, kept away until min_tokens.
+    """
+
+    params: SamplingParams
+    greedy: bool
+    generated: int = 0
+    generator: torch.Generator | None = None
+    bias: torch.Tensor | None = None
+    stops: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    prompt: torch.Tensor | None = None
+
+
+class Sampler:
+    """The sampler of one engine. Requests without a seed draw from a generator that is seeded with ``seed``."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Collection[int], device: torch.device, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def start(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingState:
+        """The state of a new request.
+
+        :raises RequestError: if a parameter names a token that the model does not have, or a bias is not a number
+        """
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            worst = max(getattr(params, name) or (0,))
+            if worst >= self._vocab_size:
+                raise RequestError(f"SamplingParams.{name} holds {worst}: the model has {self._vocab_size} tokens")
+        for token, bias in params.logit_bias.items():
+            if math.isnan(bias) or bias == math.inf:
+                raise RequestError(f"SamplingParams.logit_bias[{token}]={bias}: expected a number or minus infinity")
+        # With one candidate left the rest of the parameters decide nothing, and this way ties end as in greedy.
+        state = SamplingState(params=params, greedy=params.temperature == 0 or params.top_k == 1)
+        if params.seed is not None and not state.greedy:
+            state.generator = torch.Generator(self._device).manual_seed(params.seed)
+        if params.allowed_token_ids is not None:
+            state.bias = torch.full((self._vocab_size,), _MINUS_INFINITY, device=self._device)
+            state.bias[list(params.allowed_token_ids)] = 0.0
+        if params.logit_bias:
+            state.bias = torch.zeros(self._vocab_size, device=self._device) if state.bias is None else state.bias
+            state.bias[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), device=self._device)
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and stops:
+            state.stops = torch.tensor(sorted(stops), device=self._device)
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            state.counts = torch.zeros(self._vocab_size, device=self._device)
+            state.prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            state.prompt[list(prompt)] = True
+        return state
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: torch.Tensor, states: Sequence[SamplingState]
+    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """The next token of each row of ``logits`` ``[request, vocab]``, and log-probabilities of rows that want them.
+
+        Log-probabilities are those of the logits as they are. A token is -1 if the row holds NaN or infinity, or if
+        its request allows no token at all.
+        """
+        wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        logprobs = logits[wanted].float().log_softmax(-1) if wanted else None
+        if not all(state.greedy and _plain(state) for state in states):
+            logits = self._adjust(logits.float(), states)
+        best, tokens = logits.max(-1)
+        drawn = [row for row, state in enumerate(states) if not state.greedy]
+        if drawn:
+            scores = logits[drawn] - best[drawn, None]
+            tokens[drawn] = self._draw(scores, [states[row] for row in drawn])
+        # max() lets NaN through, so this one row of numbers tells; the only transfer to the host in most steps.
+        chosen: list[int] = torch.where(best.isfinite(), tokens, -1).tolist()
+        for state, token in zip(states, chosen, strict=True):
+            state.generated += 1
+            if state.counts is not None and token >= 0:
+                state.counts[token] += 1
+        return chosen, {} if logprobs is None else self._best(logprobs, wanted, states, chosen)
+
+    def _adjust(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+        """Apply, in place, what changes single logits."""
+        for row, state in enumerate(states):
+            if state.bias is not None:
+                logits[row] += state.bias
+            if state.stops is not None and state.generated < state.params.min_tokens:
+                logits[row, state.stops] = _MINUS_INFINITY
+            if state.counts is not None and state.prompt is not None:
+                scores = logits[row]
+                generated = state.counts > 0
+                factor = state.params.repetition_penalty
+                penalised = torch.where(scores > 0, scores / factor, scores * factor)
+                scores = torch.where(generated | state.prompt, penalised, scores)
+                scores -= state.params.frequency_penalty * state.counts + state.params.presence_penalty * generated
+                logits[row] = scores
+        return logits
+
+    def _draw(self, scores: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+        """Draw one token from each row of ``scores``, whose greatest is 0."""
+
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, device=scores.device)[:, None]
+
+        # Scaled after the greatest was made 0, so that no temperature, however small, leads to infinity or NaN.
+        scores /= column([state.params.temperature for state in states])
+        if any(state.params.min_p for state in states):
+            floor = column([state.params.min_p for state in states]).log()
+            scores.masked_fill_(scores < floor, _MINUS_INFINITY)
+        cut = [row for row, state in enumerate(states) if state.params.top_k > 0 or state.params.top_p < 1.0]
+        if cut:
+            floor = self._threshold(scores[cut], [states[row].params for row in cut])
+            scores[cut] = scores[cut].masked_fill(scores[cut] < floor, _MINUS_INFINITY)
+        # The greatest of score + Gumbel noise is a draw from the softmax. Unlike inverting the cumulative sum, it hardly
+        # reacts to the last bits of the logits, which depend on what else is in the batch.
+        noise = torch.empty_like(scores)
+        if any(state.generator is None for state in states):
+            noise.exponential_(generator=self._generator)
+        for row, state in enumerate(states):
+            if state.generator is not None:
+                noise[row].exponential_(generator=state.generator)
+        return (scores - noise.clamp_min_(torch.finfo(noise.dtype).tiny).log_()).argmax(-1)
+
+    def _threshold(self, scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        """The smallest score that top_k and top_p leave in each row, as a column. Equal scores are never told apart."""
+        counts = [min(param.top_k, self._vocab_size) if param.top_k > 0 else self._vocab_size for param in params]
+        ordered = scores.topk(max(counts), dim=-1).values
+        limits = torch.tensor(counts, device=scores.device)[:, None]
+        ordered.masked_fill_(torch.arange(ordered.shape[1], device=scores.device) >= limits, _MINUS_INFINITY)
+        shares = ordered.softmax(-1)
+        before = shares.cumsum(-1) - shares
+        # 1.0 is no bound at all: the sum of what comes before the last ones may be rounded up to it.
+        bounds = [param.top_p if param.top_p < 1.0 else math.inf for param in params]
+        kept = (before < torch.tensor(bounds, device=scores.device)[:, None]).sum(-1)
+        return ordered.gather(1, torch.minimum(kept, limits[:, 0])[:, None] - 1)
+
+    def _best(
+        self, logprobs: torch.Tensor, wanted: Sequence[int], states: Sequence[SamplingState], chosen: Sequence[int]
+    ) -> dict[int, TokenLogprobs]:
+        """The sampled token's log-probability and the best ones, as many as each row wants."""
+        counts = [min(states[row].params.logprobs or 0, self._vocab_size) for row in wanted]
+        tokens = [max(chosen[row], 0) for row in wanted]
+        own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+        values, indices = (part.tolist() for part in logprobs.topk(max(counts), dim=-1))
+        return {
+            row: {token: value, **dict(zip(indices[place][:count], values[place][:count], strict=True))}
+            for place, (row, token, value, count) in enumerate(zip(wanted, tokens, own, counts, strict=True))
+        }
+
+
+def _plain(state: SamplingState) -> bool:
+    return state.bias is None and state.stops is None and state.counts is None

@@ -1,0 +1,189 @@
+"""The errors of anyengine, grouped by who is at fault.
+
+Each error carries its evidence as attributes, and its message alone says what happened and what to do next. This
+module imports nothing but the standard library: the engine's process uses it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import textwrap
+from typing import Literal
+
+Phase = Literal["launch", "hello", "load", "serve", "close"]
+"""How far an engine had come: the process starts, it says HELLO, it loads its model, it serves, it is told to stop."""
+
+_PHASES: dict[Phase, str] = {
+    "launch": "while its process was starting",
+    "hello": "before it said HELLO",
+    "load": "while it was loading",
+    "serve": "while it was serving",
+    "close": "while it was closing",
+}
+
+
+class EngineError(Exception):
+    """The base of every error that anyengine raises on its own account."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CrashReport:
+    """What is known about the end of an engine; every waiter's error carries the same report.
+
+    ``exit_code`` is None while the process is not yet reaped or when a signal ended it; ``signal`` is the number of
+    that signal. ``exception_type``, ``exception_message`` and ``traceback`` come from the child when Python code in it
+    raised, ``native_stack`` from faulthandler when native code crashed, and ``stderr_tail`` holds the last lines that
+    the child printed. ``reason`` is this side's own finding (a limit that passed, messages that were lost).
+    """
+
+    rank: int
+    pid: int | None
+    phase: Phase
+    exit_code: int | None = None
+    signal: int | None = None
+    exception_type: str | None = None
+    exception_message: str | None = None
+    traceback: str | None = None
+    native_stack: str | None = None
+    stderr_tail: str = ""
+    reason: str | None = None
+
+    @property
+    def ending(self) -> str:
+        """How the process ended, in a few words: ``"signal SIGKILL (9)"``, ``"exit code 3"``."""
+        if self.signal is not None:
+            return f"signal {_signal_name(self.signal)} ({self.signal})"
+        if self.exit_code is not None:
+            return f"exit code {self.exit_code}"
+        return "no exit status yet"
+
+    @property
+    def advice(self) -> str:
+        """What a person would look at next."""
+        if self.reason is not None:
+            return "The client ended this engine for the reason above."
+        if self.traceback is not None:
+            return "The engine's own traceback is above: the error was raised there, in the engine's process."
+        if self.native_stack is not None:
+            return "Native code crashed; the stack of every thread at that moment is above."
+        if self.signal == signal.SIGKILL:
+            return (
+                "Something outside killed it; the usual one is the kernel's out-of-memory killer "
+                "(look for 'Killed process' in dmesg, or for the container's memory limit)."
+            )
+        if self.signal is not None:
+            return "A signal from outside ended it; look at what supervises this host."
+        return "The engine's process ended on its own; its last output lines are all there is to go by."
+
+    def describe(self) -> str:
+        """The whole report as text of several lines, the finding first and the advice last."""
+        who = f"engine {self.rank} (pid {self.pid})" if self.pid is not None else f"engine {self.rank}"
+        lines = [f"{who} died {_PHASES[self.phase]}: {self.ending}"]
+        if self.reason is not None:
+            lines.append(f"reason: {self.reason}")
+        if self.exception_type is not None:
+            lines.append(f"{self.exception_type}: {self.exception_message}")
+        for title, text in (
+            ("traceback in the engine", self.traceback),
+            ("native stack", self.native_stack),
+            ("last output", self.stderr_tail),
+        ):
+            if text and not (title == "last output" and self.traceback and text.strip() == self.traceback.strip()):
+                lines.append(f"--- {title} ---\n{textwrap.indent(text.rstrip(), '  ')}")
+        lines.append(self.advice)
+        return "\n".join(lines)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+class EngineDeadError(EngineError):
+    """The engine's process is gone, or the client had to end it. ``report`` says all that is known.
+
+    Every waiter gets an exception object of its own; all of them carry the same report.
+    """
+
+    def __init__(self, report: CrashReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.report.describe()
+
+
+class EngineStartError(EngineDeadError):
+    """The engine did not get ready: it died, was too slow, or was refused, and nothing of it is left.
+
+    ``report.phase`` names the step that did not come.
+    """
+
+
+class EngineClosedError(EngineError):
+    """The call came after the client's block was left, or while it was being left."""
+
+
+class RequestError(EngineError, ValueError):
+    """One request was refused or failed; the engine and every other request go on.
+
+    Raised at the call when the client can tell, and from the request's stream when the engine refuses it.
+    """
+
+
+class UtilityError(EngineError):
+    """A utility call failed in the engine, or was refused before it was sent; the engine goes on.
+
+    ``exception_type`` and ``traceback`` are the engine's own, where there was an exception.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        message: str,
+        *,
+        rank: int | None = None,
+        exception_type: str | None = None,
+        traceback: str | None = None,
+    ) -> None:
+        super().__init__(method, message)
+        self.method = method
+        self.message = message
+        self.rank = rank
+        self.exception_type = exception_type
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f" on engine {self.rank}"
+        kind = "" if self.exception_type is None else f"{self.exception_type}: "
+        text = f"utility {self.method!r}{where}: {kind}{self.message}"
+        if self.traceback:
+            text += f"\n--- traceback in the engine ---\n{textwrap.indent(self.traceback.rstrip(), '  ')}"
+        return text
+
+
+class UtilityTimeoutError(UtilityError, TimeoutError):
+    """The engine did not answer a utility call in the time that the call allowed; a late answer is ignored."""
+
+
+class UnencodableError(EngineError, TypeError):
+    """A value cannot travel: ``path`` says where it sits (``"args[0]['mask']"``), the message what it is."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+class UnencodableResultError(UtilityError, TypeError):
+    """A utility ran, but its result cannot travel; the message names the type and its place in the result."""
+
+
+class ProtocolError(EngineError):
+    """Bytes that do not follow the wire format, or a message that the other side may not send in its state."""

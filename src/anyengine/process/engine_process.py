@@ -1,0 +1,162 @@
+"""One engine's process: waiting for its end, signalling it and its group, and reading what it left."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+from anyengine.errors import CrashReport, Phase, ProtocolError
+from anyengine.process.output import AnonymousFile, ChildOutput
+from anyengine.protocol import cbor
+from anyengine.protocol.checks import expect_array, expect_type
+
+logger = logging.getLogger("anyengine")
+
+REAP_LIMIT = 2.0
+"""Seconds to wait for a process that was killed: one that the kernel holds cannot be waited for."""
+
+
+class EngineProcess:
+    """A running child. Its end is known from the pidfd, then believed from its exit status."""
+
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        lifeline: int,
+        exception: AnonymousFile,
+        native: AnonymousFile,
+        output: ChildOutput,
+    ) -> None:
+        self.pid = child.pid
+        self.output = output
+        self._child = child
+        self._lifeline: int | None = lifeline
+        self._exception = exception
+        self._native = native
+        self._pidfd = os.pidfd_open(child.pid) if sys.platform == "linux" else None
+        self._status_taken = False
+
+    async def wait(self) -> None:
+        """Return when the process has ended; it is not reaped then, so its process group can still be named."""
+        if self._pidfd is None:
+            await to_thread.run_sync(self._wait_in_thread, abandon_on_cancel=True)
+            return
+        while not self.has_ended():
+            await anyio.wait_readable(self._pidfd)
+
+    def has_ended(self) -> bool:
+        """Whether there is an exit status. Readiness of a descriptor alone is not believed."""
+        if self._child.returncode is not None or self._status_taken:
+            return True
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            # Somebody else waits for all children of this process (a PID 1, a SIGCHLD that is ignored).
+            self._status_taken = True
+            return True
+
+    def _wait_in_thread(self) -> None:
+        try:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            self._status_taken = True
+
+    def terminate(self) -> None:
+        """Ask the process to end (SIGTERM)."""
+        if not self.has_ended():
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill_group(self) -> None:
+        """End the process and all of its group (SIGKILL); does nothing once it is reaped."""
+        if self._child.returncode is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # nobody is left in it; macOS says so by EPERM
+
+    def reap(self) -> None:
+        """Take the exit status, after :meth:`wait` or :meth:`kill_group`; blocks until the process has ended."""
+        try:
+            self._child.wait(timeout=REAP_LIMIT)
+        except subprocess.TimeoutExpired:
+            logger.warning("process %d outlives SIGKILL for %s s; it is left behind", self.pid, REAP_LIMIT)
+
+    def group_is_gone(self, limit: float) -> bool:
+        """Wait up to ``limit`` seconds for the killed group to be gone; blocking, for a worker thread."""
+        deadline = time.monotonic() + limit
+        while _group_members(self.pid):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def report(self, *, rank: int, phase: Phase, reason: str | None) -> CrashReport:
+        """What is known about the end of the process, after :meth:`reap`."""
+        returncode = None if self._status_taken else self._child.returncode
+        report = CrashReport(
+            rank=rank,
+            pid=self.pid,
+            phase=phase,
+            exit_code=returncode if returncode is not None and returncode >= 0 else None,
+            signal=-returncode if returncode is not None and returncode < 0 else None,
+            native_stack=self._native.read_from(0).decode(errors="replace") or None,
+            stderr_tail=self.output.tail(),
+            reason=reason,
+        )
+        return self._with_exception(report)
+
+    def _with_exception(self, report: CrashReport) -> CrashReport:
+        record = self._exception.read_from(0)
+        if not record:
+            return report
+        try:
+            kind, message, traceback = expect_array("the exception record", cbor.decode_plain(record), 3)
+            for text in (kind, message, traceback):
+                expect_type("exception record", text, str)
+        except ProtocolError:
+            return report  # the process was killed while it wrote
+        return dataclasses.replace(report, exception_type=kind, exception_message=message, traceback=traceback)
+
+    def release_lifeline(self) -> None:
+        """Close this process's end of the lifeline: whatever still lives on the other end is killed by the kernel."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    def close(self) -> None:
+        """Let go of all descriptors, after :meth:`reap`."""
+        self.release_lifeline()
+        for file in (self._exception, self._native, self.output):
+            file.close()
+        if self._pidfd is not None:
+            anyio.notify_closing(self._pidfd)
+            os.close(self._pidfd)
+
+
+def _group_members(group: int) -> bool:
+    """Whether a process that is not a zombie is in the group. A zombie waits for its parent and holds nothing."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return sys.platform == "linux"
+    if sys.platform != "linux":
+        return True
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, process_group = stat.read_bytes().rpartition(b")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(process_group) == group and state not in (b"Z", b"X"):
+            return True
+    return False

@@ -1,0 +1,30 @@
+"""The checks that decoding makes on values it took from the wire."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from anyengine.errors import ProtocolError
+from anyengine.types import U64_MAX
+
+
+def expect_array(name: str, value: object, length: int) -> list[Any]:
+    """``value`` as a list.
+
+    :raises ProtocolError: if it is not an array of ``length``
+    """
+    if type(value) is not list or len(cast("list[object]", value)) != length:
+        raise ProtocolError(f"the body of {name} is not an array of {length}")
+    return cast("list[Any]", value)
+
+
+def expect_type(name: str, value: object, expected: type) -> None:
+    """:raises ProtocolError: if ``value`` is not exactly an ``expected``"""
+    if type(value) is not expected:
+        raise ProtocolError(f"{name} is {value!r:.80}, expected {expected.__name__}")
+
+
+def expect_u64(name: str, value: object) -> None:
+    """:raises ProtocolError: if ``value`` is not an unsigned number of 64 bits"""
+    if type(value) is not int or not 0 <= value <= U64_MAX:
+        raise ProtocolError(f"{name} is {value!r:.80}, expected an unsigned number of 64 bits")

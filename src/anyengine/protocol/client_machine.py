@@ -1,0 +1,360 @@
+"""The client's side of one engine's protocol: a state machine without sockets, tasks or clocks.
+
+Calls turn into frames to send, frames that arrived turn into events. The machine owns the tables of live requests and
+pending calls; each entry has an *owner*, an object of the caller's choosing that comes back with the events. An entry
+leaves its table exactly once: by an event, by :meth:`ClientMachine.forget_call`, or by :meth:`ClientMachine.died`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from anyengine.errors import ProtocolError
+from anyengine.protocol.handshake import Hello, Progress, Ready
+from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_engine, salvage
+from anyengine.protocol.outputs import StepOutputs
+from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
+from anyengine.types import EngineInfo, SamplingParams
+
+Owner = TypeVar("Owner")
+
+
+class ClientState(enum.Enum):
+    """How far one engine has come, as its client knows it."""
+
+    CONNECTING = "connecting"  # nothing heard yet
+    GREETED = "greeted"  # HELLO came
+    LOADING = "loading"  # INIT sent
+    SERVING = "serving"  # READY came
+    CLOSING = "closing"  # SHUTDOWN sent
+    DEAD = "dead"
+
+
+class ClientInput(enum.Enum):
+    """What can happen to the machine: a message arrives, or its user acts."""
+
+    HELLO = "HELLO"
+    PROGRESS = "PROGRESS"
+    READY = "READY"
+    REPLY = "a reply"  # OUTPUTS, UTILITY_RESULT, STATS, PONG
+    DEAD_FRAME = "ENGINE_CORE_DEAD"
+    INIT = "init()"
+    REQUEST = "a request"  # add(), call(), ping()
+    ABORT = "abort()"
+    SHUTDOWN = "shutdown()"
+    DIED = "died()"
+
+
+_S, _I = ClientState, ClientInput
+
+TRANSITIONS: Mapping[tuple[ClientState, ClientInput], ClientState] = {
+    (_S.CONNECTING, _I.HELLO): _S.GREETED,
+    (_S.GREETED, _I.INIT): _S.LOADING,
+    (_S.LOADING, _I.PROGRESS): _S.LOADING,
+    (_S.LOADING, _I.DEAD_FRAME): _S.LOADING,
+    (_S.LOADING, _I.READY): _S.SERVING,
+    (_S.SERVING, _I.REPLY): _S.SERVING,
+    (_S.SERVING, _I.DEAD_FRAME): _S.SERVING,
+    (_S.SERVING, _I.REQUEST): _S.SERVING,
+    (_S.SERVING, _I.ABORT): _S.SERVING,
+    (_S.SERVING, _I.SHUTDOWN): _S.CLOSING,
+    (_S.CLOSING, _I.REPLY): _S.CLOSING,
+    (_S.CLOSING, _I.DEAD_FRAME): _S.CLOSING,
+    (_S.CLOSING, _I.ABORT): _S.CLOSING,
+    **{(state, _I.DIED): _S.DEAD for state in _S},
+}
+"""Every transition there is; whatever is missing is a :class:`ProtocolError` and changes nothing."""
+
+
+class HelloReceived(NamedTuple):
+    """The engine's process speaks; answer with :meth:`ClientMachine.init`."""
+
+    pid: int
+
+
+class ProgressReceived(NamedTuple):
+    """Loading goes on."""
+
+    stage: str
+    fraction: float | None
+
+
+class ReadyReceived(NamedTuple):
+    """The engine serves."""
+
+    info: EngineInfo
+
+
+class StepReceived(NamedTuple, Generic[Owner]):
+    """One step's outputs for live requests; ``owners`` has one entry per row and must not be changed.
+
+    ``released`` are the owners of aborted requests that the engine has let go of in this step.
+    """
+
+    step: int
+    outputs: StepOutputs
+    owners: Sequence[Owner]
+    released: Sequence[Owner]
+
+
+class CallAnswered(NamedTuple, Generic[Owner]):
+    """A utility call came to its end: ``error`` is (type, message, traceback), or None and ``value`` counts."""
+
+    owner: Owner
+    error: tuple[str, str, str | None] | None
+    value: Any
+
+
+class StatsReceived(NamedTuple):
+    """The engine's figures."""
+
+    figures: Mapping[str, float]
+
+
+class PongReceived(NamedTuple):
+    """A sign of life."""
+
+    steps: int
+
+
+class DeathAnnounced(NamedTuple):
+    """The engine says that it dies, and of what; its process may take a moment."""
+
+    message: Dead
+
+
+Event = (
+    HelloReceived
+    | ProgressReceived
+    | ReadyReceived
+    | StepReceived[Owner]
+    | CallAnswered[Owner]
+    | StatsReceived
+    | PongReceived
+    | DeathAnnounced
+)
+
+
+class MessageLostError(ProtocolError):
+    """A sequence number is missing: what the engine sent did not all arrive, so its outputs have a hole."""
+
+
+class VersionError(ProtocolError):
+    """The engine speaks another version of the protocol."""
+
+
+class ClientMachine(Generic[Owner]):
+    """One life of one engine. ``handles`` is shared by all engines of a client, so that a handle names one request.
+
+    A call that raises leaves the machine as it was.
+    """
+
+    def __init__(self, *, rank: int, token: bytes, session: int, handles: Iterator[int]) -> None:
+        self.rank = rank
+        self.session = session
+        self.state = ClientState.CONNECTING
+        self.requests: dict[int, Owner] = {}
+        self.aborting: dict[int, Owner] = {}
+        self.calls: dict[int, Owner] = {}
+        self._token = token
+        self._handles = handles
+        self._next_call = 0
+        self._sent = 0
+        self._sequence = 0
+        # The rows of one step are most often those of the step before; then nothing has to be looked up.
+        self._column: bytes | None = None
+        self._column_owners: list[Owner] = []
+
+    # ---- calls ----
+
+    def init(self, *, output_address: str, path: str, arguments: Mapping[str, Any]) -> Frames:
+        """Answer HELLO.
+
+        :raises ProtocolError: if the engine has not said HELLO, or was answered before
+        :raises UnencodableError: if an argument cannot travel
+        """
+        state = self._next(ClientInput.INIT)
+        frames = Init(PROTOCOL_VERSION, self.session, output_address, path, arguments).encode()
+        self.state = state
+        return frames
+
+    def add(
+        self, prompt_token_ids: Sequence[int] | None, prompt_embeds: Any, sampling: SamplingParams, owner: Owner
+    ) -> tuple[int, Frames]:
+        """A new request; its handle comes with the frames.
+
+        :raises ProtocolError: if the engine does not serve
+        :raises UnencodableError: if the embeddings or an extra sampling parameter cannot travel
+        """
+        self._next(ClientInput.REQUEST)
+        handle = next(self._handles)
+        frames = Add(handle, prompt_token_ids, prompt_embeds, sampling).encode()
+        self.requests[handle] = owner
+        self._sent += 1
+        return handle, frames
+
+    def abort(self, handles: Iterable[int]) -> Frames | None:
+        """End these requests; their owners come back in ``StepReceived.released``. None if none of them is live.
+
+        :raises ProtocolError: if the engine neither serves nor closes
+        """
+        self._next(ClientInput.ABORT)
+        live = [handle for handle in dict.fromkeys(handles) if handle in self.requests]
+        if not live:
+            return None
+        for handle in live:
+            self.aborting[handle] = self.requests.pop(handle)
+        self._column = None
+        self._sent += 1
+        return Abort(live).encode()
+
+    def call(self, method: str, args: Sequence[Any], owner: Owner) -> tuple[int, Frames]:
+        """A utility call; its id comes with the frames.
+
+        :raises ProtocolError: if the engine does not serve
+        :raises UnencodableError: if an argument cannot travel
+        """
+        self._next(ClientInput.REQUEST)
+        frames = Utility(self._next_call, method, args).encode()
+        call_id = self._next_call
+        self._next_call += 1
+        self.calls[call_id] = owner
+        self._sent += 1
+        return call_id, frames
+
+    def forget_call(self, call_id: int) -> None:
+        """Nobody waits for this call any more; its late answer will be ignored."""
+        self.calls.pop(call_id, None)
+
+    def ping(self) -> Frames:
+        """Ask for a sign of life.
+
+        :raises ProtocolError: if the engine does not serve
+        """
+        self._next(ClientInput.REQUEST)
+        return Ping(self._sent).encode()
+
+    def shutdown(self, mode: ShutdownMode) -> Frames:
+        """Tell the engine to end.
+
+        :raises ProtocolError: if the engine does not serve
+        """
+        self.state = self._next(ClientInput.SHUTDOWN)
+        self._sent += 1
+        return Shutdown(mode).encode()
+
+    def died(self) -> tuple[list[Owner], list[Owner], list[Owner]]:
+        """The engine is gone: the owners of live requests, aborting requests and pending calls. All tables empty."""
+        self.state = ClientState.DEAD
+        owners = list(self.requests.values()), list(self.aborting.values()), list(self.calls.values())
+        self.requests.clear()
+        self.aborting.clear()
+        self.calls.clear()
+        self._column = None
+        return owners
+
+    # ---- frames that arrived ----
+
+    def receive(self, frames: Sequence[bytes | memoryview]) -> Event[Owner] | None:
+        """The event in one message, or None if it says nothing new (a late answer, another session).
+
+        :raises ProtocolError: if it is not a message, or one that may not come now
+        :raises MessageLostError: if messages before it are missing
+        :raises VersionError: if it is the HELLO of another protocol version
+        """
+        try:
+            message = decode_from_engine(frames)
+        except ProtocolError as error:
+            return self._salvage(frames, error)
+        if isinstance(message, Outputs):
+            return self._outputs(message) if self._follows(ClientInput.REPLY, message) else None
+        if isinstance(message, UtilityResult):
+            return self._result(message) if self._follows(ClientInput.REPLY, message) else None
+        if isinstance(message, Pong):
+            return PongReceived(message.steps) if self._follows(ClientInput.REPLY, message) else None
+        if isinstance(message, Stats):
+            return StatsReceived(message.figures) if self._follows(ClientInput.REPLY, message) else None
+        if isinstance(message, Dead):
+            return DeathAnnounced(message) if self._follows(ClientInput.DEAD_FRAME, message) else None
+        if isinstance(message, Hello):
+            return self._hello(message)
+        if isinstance(message, Progress):
+            self.state = self._next(ClientInput.PROGRESS)
+            return ProgressReceived(*message)
+        self.state = self._next(ClientInput.READY)
+        return ReadyReceived(message.info)
+
+    def _next(self, what: ClientInput) -> ClientState:
+        state = TRANSITIONS.get((self.state, what))
+        if state is None:
+            raise ProtocolError(f"engine {self.rank}: {what.value} cannot come in state {self.state.value}")
+        return state
+
+    def _follows(self, what: ClientInput, message: Outputs | UtilityResult | Stats | Pong | Dead) -> bool:
+        """Whether a reply belongs to this life of the engine; counts it if so."""
+        if message.session != self.session:
+            return False
+        self._next(what)
+        expected, self._sequence = self._sequence, message.sequence + 1
+        if message.sequence != expected:
+            lost = message.sequence - expected
+            raise MessageLostError(f"{lost} messages of engine {self.rank} before number {message.sequence} are lost")
+        return True
+
+    def _hello(self, message: Hello) -> HelloReceived:
+        if message.token != self._token:
+            raise ProtocolError(f"a HELLO for rank {self.rank} without this engine's token was refused")
+        if message.version != PROTOCOL_VERSION:
+            raise VersionError(
+                f"the engine speaks version {message.version} of the protocol and this client version "
+                f"{PROTOCOL_VERSION}; install the same anyengine on both sides"
+            )
+        self.state = self._next(ClientInput.HELLO)
+        return HelloReceived(message.pid)
+
+    def _outputs(self, message: Outputs) -> StepReceived[Owner]:
+        _, _, step, outputs = message
+        column = bytes(outputs.handles)  # type: ignore[arg-type]
+        released: list[Owner] = []
+        if column == self._column:
+            owners = self._column_owners
+        else:
+            requests = self.requests
+            found = [requests.get(handle) for handle in outputs.handles]
+            if None in found:
+                for row, more in outputs.details.items():
+                    if more.finish_reason is not None:
+                        owner = self.aborting.pop(outputs.handles[row], None)
+                        if owner is not None:
+                            released.append(owner)
+                outputs = outputs.select(owner is not None for owner in found)
+                owners = [owner for owner in found if owner is not None]
+            else:
+                owners = found  # type: ignore[assignment]
+                self._column, self._column_owners = column, owners
+        for row, more in outputs.details.items():
+            if more.finish_reason is not None:
+                # A second last row of one request in one step would be the engine's fault, and finds nothing here.
+                self.requests.pop(outputs.handles[row], None)
+                self._column = None
+        return StepReceived(step, outputs, owners, released)
+
+    def _result(self, message: UtilityResult) -> CallAnswered[Owner] | None:
+        owner = self.calls.pop(message.call_id, None)
+        return None if owner is None else CallAnswered(owner, message.error, message.value)
+
+    def _salvage(
+        self, frames: Sequence[bytes | memoryview], error: ProtocolError
+    ) -> CallAnswered[Owner] | None:
+        """Fail the one call whose answer is malformed, where that can be told; otherwise the message is refused."""
+        if len(frames) < 2 or bytes(frames[0]) != UtilityResult.KIND:
+            raise error
+        session, sequence, call_id = (salvage(bytes(frames[1]), index) for index in range(3))
+        if session is None or sequence is None or call_id is None:
+            raise error
+        failure = ("ProtocolError", str(error), None)
+        message = UtilityResult(session, sequence, call_id, failure, None)
+        return self._result(message) if self._follows(ClientInput.REPLY, message) else None

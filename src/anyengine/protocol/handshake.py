@@ -1,0 +1,102 @@
+"""What an engine says on its DEALER until it serves: HELLO, PROGRESS, READY."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from anyengine.errors import ProtocolError
+from anyengine.protocol import cbor
+from anyengine.protocol.checks import expect_array, expect_type
+from anyengine.types import EngineInfo
+
+Frames = list[cbor.Buffer]
+Buffers = Sequence[memoryview]
+
+
+class Hello(NamedTuple):
+    """The engine's first message. The layout of these four fields stays the same in every protocol version."""
+
+    KIND = b"\x20"
+
+    version: int
+    token: bytes
+    pid: int
+    rank: int
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode_plain([self.version, self.token, self.pid, self.rank])]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Hello:
+        version, token, pid, rank = expect_array("HELLO", cbor.decode_plain(body), 4)
+        expect_type("HELLO version", version, int)
+        expect_type("HELLO token", token, bytes)
+        expect_type("HELLO pid", pid, int)
+        expect_type("HELLO rank", rank, int)
+        return cls(version, token, pid, rank)
+
+
+class Progress(NamedTuple):
+    """A sign of life while loading: what is being done, and which part of it is done (0.0 to 1.0, None if unknown)."""
+
+    KIND = b"\x21"
+
+    stage: str
+    fraction: float | None
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode_plain([self.stage, self.fraction])]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Progress:
+        stage, fraction = expect_array("PROGRESS", cbor.decode_plain(body), 2)
+        expect_type("PROGRESS stage", stage, str)
+        if fraction is not None:
+            expect_type("PROGRESS fraction", fraction, float)
+        return cls(stage, fraction)
+
+
+class Ready(NamedTuple):
+    """The engine takes requests from now on."""
+
+    KIND = b"\x22"
+
+    info: EngineInfo
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode(dataclasses.asdict(self.info), [], path="EngineInfo")]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Ready:
+        fields = cbor.decode_plain(body)
+        expect_type("READY", fields, dict)
+        try:
+            info = EngineInfo(**fields)
+        except TypeError as error:
+            raise ProtocolError(f"READY does not describe an engine: {error}") from None
+        for field in dataclasses.fields(EngineInfo):
+            if not isinstance(getattr(info, field.name), _INFO_TYPES[field.name]):
+                raise ProtocolError(f"READY field {field.name} is {getattr(info, field.name)!r}")
+        return cls(info)
+
+
+_OPTIONAL_INT = (int, type(None))
+_INFO_TYPES: dict[str, tuple[type, ...]] = {
+    "engine": (str,),
+    "version": (str,),
+    "max_model_len": (int,),
+    "vocab_size": _OPTIONAL_INT,
+    "dtype": (str, type(None)),
+    "num_gpu_blocks": _OPTIONAL_INT,
+    "block_size": _OPTIONAL_INT,
+    "kv_cache_size_tokens": _OPTIONAL_INT,
+    "kv_cache_max_concurrency": (float, int, type(None)),
+    "world_size": (int,),
+    "data_parallel_size": (int,),
+    "supported_tasks": (list,),
+    "sampling_parameters": (list,),
+    "prompt_embeds": (bool,),
+    "utilities": (list,),
+}

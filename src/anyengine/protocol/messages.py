@@ -1,0 +1,67 @@
+"""The messages of both directions in one table each. ``schema.cddl`` beside this file describes the same.
+
+A message is a list of frames: its kind (one byte), its body (CBOR), and the buffers that the body refers to. Messages
+from the client go to the engine's DEALER socket; HELLO, PROGRESS and READY come back the same way, everything else over
+the engine's PUSH socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from anyengine.errors import ProtocolError
+from anyengine.protocol import cbor
+from anyengine.protocol.handshake import Hello, Progress, Ready
+from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
+from anyengine.types import U64_MAX
+
+PROTOCOL_VERSION = 1
+
+FromClient = Add | Abort | Utility | Init | Shutdown | Ping
+FromEngine = Hello | Progress | Ready | Outputs | UtilityResult | Stats | Pong | Dead
+
+_FROM_CLIENT: dict[bytes, type[FromClient]] = {m.KIND: m for m in (Add, Abort, Utility, Init, Shutdown, Ping)}
+_FROM_ENGINE: dict[bytes, type[FromEngine]] = {
+    m.KIND: m for m in (Hello, Progress, Ready, Outputs, UtilityResult, Stats, Pong, Dead)
+}
+
+
+def decode_from_client(frames: Sequence[bytes | memoryview]) -> FromClient:
+    """The message that a client sent; ``frames`` begin with the kind.
+
+    :raises ProtocolError: if it is not a message of this version
+    """
+    return _decode(frames, _FROM_CLIENT)
+
+
+def decode_from_engine(frames: Sequence[bytes | memoryview]) -> FromEngine:
+    """The message that an engine sent; ``frames`` begin with the kind.
+
+    :raises ProtocolError: if it is not a message of this version
+    """
+    return _decode(frames, _FROM_ENGINE)
+
+
+def _decode(frames: Sequence[bytes | memoryview], table: Mapping[bytes, type[Any]]) -> Any:
+    if len(frames) < 2:
+        raise ProtocolError(f"a message has at least two frames, kind and body; {len(frames)} came")
+    kind = bytes(frames[0])
+    message = table.get(kind)
+    if message is None:
+        raise ProtocolError(f"unknown message kind {kind[:16]!r}")
+    return message.decode(bytes(frames[1]), [memoryview(frame).cast("B") for frame in frames[2:]])
+
+
+def salvage(body: bytes, index: int) -> int | None:
+    """The number at ``index`` of a body that does not decode as a message, so that one request or call can be told."""
+    try:
+        fields = cbor.decode_outline(body)
+    except ProtocolError:
+        return None
+    if isinstance(fields, list) and len(cast("list[object]", fields)) > index:
+        number = cast("list[object]", fields)[index]
+        if type(number) is int and 0 <= number <= U64_MAX:
+            return number
+    return None

@@ -1,0 +1,212 @@
+"""One engine step as columns: which requests, how many tokens each, the tokens, and details of the few that have any.
+
+The body of an OUTPUTS message is ``[session, sequence, step, handles, counts, token_ids, details]``. ``handles`` holds
+u64, ``counts`` and ``token_ids`` u32, all little-endian; ``counts`` is null when every row has one token. ``details``
+maps a row's index to a map with only what that row has. A column above the inline limit travels as a buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from anyengine.errors import ProtocolError
+from anyengine.protocol import arrays, cbor
+from anyengine.types import FinishReason, TokenLogprobs
+
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutputDetails:
+    """What few rows of a step have: the end of the request, or more than tokens.
+
+    ``error`` goes with the finish reason ``"error"`` and says in a sentence what was wrong with the request.
+    """
+
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    pooling_output: Any = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    events: Sequence[Any] | None = None
+
+
+class StepOutputs:
+    """What one step of an engine brought, in columns that all have the same order.
+
+    ``handles`` names the request of each row, ``counts`` its number of tokens (None: one each), ``token_ids`` the
+    tokens of all rows one after the other, and ``details`` maps the indices of some rows to the rest.
+
+    :raises ValueError: if the columns disagree in length
+    """
+
+    __slots__ = ("counts", "details", "handles", "token_ids")
+
+    def __init__(
+        self,
+        handles: Sequence[int],
+        token_ids: Sequence[int],
+        counts: Sequence[int] | None = None,
+        details: Mapping[int, OutputDetails] | None = None,
+    ) -> None:
+        self.handles = handles
+        self.token_ids = token_ids
+        self.counts = counts
+        self.details: Mapping[int, OutputDetails] = {} if details is None else details
+        if counts is None:
+            if len(token_ids) != len(handles):
+                raise ValueError(f"{len(handles)} rows of one token each, but {len(token_ids)} tokens")
+        elif len(counts) != len(handles) or sum(counts) != len(token_ids):
+            raise ValueError(f"{len(handles)} rows, {len(counts)} counts, {len(token_ids)} tokens")
+        for row in self.details:
+            if not 0 <= row < len(handles):
+                raise ValueError(f"details of row {row}, but there are {len(handles)} rows")
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def __repr__(self) -> str:
+        return f"<StepOutputs rows={len(self.handles)} tokens={len(self.token_ids)} details={len(self.details)}>"
+
+    def rows(self) -> Iterator[tuple[int, Sequence[int], OutputDetails | None]]:
+        """Row by row: handle, token ids, details."""
+        if self.counts is None:
+            for row, handle in enumerate(self.handles):
+                yield handle, self.token_ids[row : row + 1], self.details.get(row)
+            return
+        start = 0
+        for row, (handle, count) in enumerate(zip(self.handles, self.counts, strict=True)):
+            yield handle, self.token_ids[start : start + count], self.details.get(row)
+            start += count
+
+    def select(self, keep: Iterable[bool]) -> StepOutputs:
+        """The rows for which ``keep``, which has one entry a row, is true."""
+        return from_rows(row for row, kept in zip(self.rows(), keep, strict=True) if kept)
+
+
+def from_rows(rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -> StepOutputs:
+    """Columns from rows of handle, token ids and details."""
+    handles, counts, token_ids = array("Q"), array("I"), array("I")
+    details: dict[int, OutputDetails] = {}
+    for row, (handle, tokens, more) in enumerate(rows):
+        handles.append(handle)
+        counts.append(len(tokens))
+        token_ids.extend(tokens)
+        if more is not None:
+            details[row] = more
+    single = len(token_ids) == len(handles) and all(count == 1 for count in counts)
+    return StepOutputs(handles, token_ids, None if single else counts, details)
+
+
+def encode_column(typecode: str, values: Sequence[int], buffers: list[cbor.Buffer]) -> bytes | int:
+    """A column of u32 (``"I"``) or u64 (``"Q"``) as bytes, or as the index of the buffer that now holds them."""
+    data = array(typecode, values).tobytes() if not isinstance(values, array | memoryview) else values.tobytes()
+    if len(data) <= arrays.INLINE_LIMIT:
+        return data
+    buffers.append(data)
+    return len(buffers) - 1
+
+
+def decode_column(typecode: str, data: object, buffers: Sequence[memoryview], name: str) -> memoryview:
+    """The column that :func:`encode_column` made, without a copy.
+
+    :raises ProtocolError: if it is neither bytes nor a buffer's index, or is cut in the middle of a number
+    """
+    if type(data) is bytes:
+        view = memoryview(data)
+    elif type(data) is int and 0 <= data < len(buffers):
+        view = buffers[data]
+    else:
+        raise ProtocolError(f"column {name} is neither bytes nor the index of one of {len(buffers)} buffers")
+    try:
+        return view.cast(typecode)  # type: ignore[call-overload]
+    except TypeError:
+        raise ProtocolError(f"column {name} of {len(view)} bytes is cut in the middle of a number") from None
+
+
+def encode_details(details: OutputDetails, buffers: list[cbor.Buffer], path: str) -> dict[str, object]:
+    """The map that travels for one row: only the fields that are set.
+
+    :raises UnencodableError: if a pooling output, event or transfer parameter cannot travel
+    """
+    wire: dict[str, object] = {}
+    if details.finish_reason is not None:
+        wire["finish_reason"] = details.finish_reason
+    if details.stop_reason is not None:
+        wire["stop_reason"] = details.stop_reason
+    if details.error is not None:
+        wire["error"] = details.error
+    for name in ("logprobs", "prompt_logprobs"):
+        positions = getattr(details, name)
+        if positions is not None:
+            wire[name] = _encode_logprobs(positions)
+    for name in ("pooling_output", "kv_transfer_params", "events"):
+        value = getattr(details, name)
+        if value is not None:
+            wire[name] = cbor.pack(value, buffers, path=f"{path}.{name}")
+    return wire
+
+
+def decode_details(wire: object) -> OutputDetails:
+    """The details that :func:`encode_details` made.
+
+    :raises ProtocolError: if the map has an unknown key or a value of the wrong type
+    """
+    if not isinstance(wire, dict):
+        raise ProtocolError("the details of a row are not a map")
+    fields = cast("dict[str, Any]", wire)
+    for name, value in fields.items():
+        accepts = _DETAIL_TYPES.get(name)
+        if accepts is None or (accepts is not object and type(value) not in cast("tuple[type, ...]", accepts)):
+            raise ProtocolError(f"the details of a row hold {name!r}: {type(value).__name__}")
+    reason = fields.get("finish_reason")
+    if reason is not None and reason not in FINISH_REASONS:
+        raise ProtocolError(f"unknown finish reason {reason!r}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in fields:
+            fields[name] = _decode_logprobs(fields[name])
+    return OutputDetails(**fields)
+
+
+_DETAIL_TYPES: dict[str, object] = {
+    "finish_reason": (str,),
+    "stop_reason": (int, str),
+    "error": (str,),
+    "logprobs": (list,),
+    "prompt_logprobs": (list,),
+    "pooling_output": object,
+    "kv_transfer_params": (dict,),
+    "events": (list,),
+}
+
+
+def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> list[bytes]:
+    """Three columns: entries per position (u32), token ids (u32), log-probabilities (f32)."""
+    counts, tokens, values = array("I"), array("I"), array("f")
+    for position in positions:
+        counts.append(len(position))
+        tokens.extend(position.keys())
+        values.extend(position.values())
+    return [counts.tobytes(), tokens.tobytes(), values.tobytes()]
+
+
+def _decode_logprobs(wire: object) -> list[TokenLogprobs]:
+    columns = cast("list[object]", wire)
+    if len(columns) != 3:
+        raise ProtocolError("logprobs are three columns")
+    counts = decode_column("I", columns[0], (), "logprob counts")
+    tokens = decode_column("I", columns[1], (), "logprob tokens").tolist()
+    values = decode_column("f", columns[2], (), "logprob values").tolist()
+    if sum(counts) != len(tokens) or len(tokens) != len(values):
+        raise ProtocolError(f"logprobs of {sum(counts)} entries have {len(tokens)} tokens and {len(values)} values")
+    positions: list[TokenLogprobs] = []
+    start = 0
+    for count in counts:
+        positions.append(dict(zip(tokens[start : start + count], values[start : start + count], strict=True)))
+        start += count
+    return positions

@@ -1,0 +1,185 @@
+"""What an engine sends on its PUSH while it serves.
+
+Each body begins with the session, which names one life of one engine, and a sequence number, by which a lost message
+shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from anyengine.errors import CrashReport, ProtocolError
+from anyengine.protocol import cbor
+from anyengine.protocol.checks import expect_array, expect_type, expect_u64
+from anyengine.protocol.outputs import (
+    OutputDetails,
+    StepOutputs,
+    decode_column,
+    decode_details,
+    encode_column,
+    encode_details,
+)
+
+Frames = list[cbor.Buffer]
+Buffers = Sequence[memoryview]
+
+DEAD = b"ENGINE_CORE_DEAD"
+"""The kind frame of an engine's last message, spelled as vLLM spells it."""
+
+
+class Outputs(NamedTuple):
+    """One step; see :mod:`anyengine.protocol.outputs` for its columns."""
+
+    KIND = b"\x30"
+
+    session: int
+    sequence: int
+    step: int
+    outputs: StepOutputs
+
+    def encode(self) -> Frames:
+        buffers: Frames = []
+        outputs = self.outputs
+        body = [
+            self.session,
+            self.sequence,
+            self.step,
+            encode_column("Q", outputs.handles, buffers),
+            None if outputs.counts is None else encode_column("I", outputs.counts, buffers),
+            encode_column("I", outputs.token_ids, buffers),
+            {row: encode_details(more, buffers, f"outputs[{row}]") for row, more in outputs.details.items()},
+        ]
+        return [self.KIND, cbor.encode_plain(body), *buffers]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Outputs:
+        fields = expect_array("OUTPUTS", cbor.decode(body, buffers), 7)
+        session, sequence, step, handles, counts, token_ids, details = fields
+        if type(session) is not int or type(sequence) is not int or type(step) is not int or type(details) is not dict:
+            raise ProtocolError("OUTPUTS begins with session, sequence and step and ends with a map of details")
+        rows: dict[int, OutputDetails] = {}
+        for row, more in cast("dict[object, object]", details).items():
+            if type(row) is not int:
+                raise ProtocolError(f"OUTPUTS has details of row {row!r}")
+            rows[row] = decode_details(more)
+        try:
+            outputs = StepOutputs(
+                decode_column("Q", handles, buffers, "handles"),
+                decode_column("I", token_ids, buffers, "token_ids"),
+                None if counts is None else decode_column("I", counts, buffers, "counts"),
+                rows,
+            )
+        except ValueError as error:
+            raise ProtocolError(f"OUTPUTS columns disagree: {error}") from None
+        return cls(session, sequence, step, outputs)
+
+
+class UtilityResult(NamedTuple):
+    """The answer to a utility call: its value, or the exception that it raised (type, message, traceback)."""
+
+    KIND = b"\x31"
+
+    session: int
+    sequence: int
+    call_id: int
+    error: tuple[str, str, str | None] | None
+    value: Any
+
+    def encode(self) -> Frames:
+        buffers: Frames = []
+        value = cbor.pack(self.value, buffers, path="result")
+        error = None if self.error is None else list(self.error)
+        return [self.KIND, cbor.encode_plain([self.session, self.sequence, self.call_id, error, value]), *buffers]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> UtilityResult:
+        session, sequence, call_id, error, value = expect_array("UTILITY_RESULT", cbor.decode(body, buffers), 5)
+        for name, number in (("session", session), ("sequence", sequence), ("call id", call_id)):
+            expect_u64(f"UTILITY_RESULT {name}", number)
+        if error is not None:
+            kind, message, traceback = expect_array("UTILITY_RESULT error", error, 3)
+            expect_type("UTILITY_RESULT error type", kind, str)
+            expect_type("UTILITY_RESULT error message", message, str)
+            if traceback is not None:
+                expect_type("UTILITY_RESULT error traceback", traceback, str)
+            error = (kind, message, traceback)
+        return cls(session, sequence, call_id, error, value)
+
+
+class Stats(NamedTuple):
+    """The engine's own figures, by name."""
+
+    KIND = b"\x33"
+
+    session: int
+    sequence: int
+    figures: Mapping[str, float]
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode([self.session, self.sequence, self.figures], [], path="statistics")]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Stats:
+        session, sequence, figures = expect_array("STATS", cbor.decode_plain(body), 3)
+        expect_u64("STATS session", session)
+        expect_u64("STATS sequence", sequence)
+        expect_type("STATS figures", figures, dict)
+        for name, figure in figures.items():
+            if type(name) is not str or type(figure) not in (int, float):
+                raise ProtocolError(f"STATS has {name!r}: {figure!r}")
+        return cls(session, sequence, figures)
+
+
+class Pong(NamedTuple):
+    """The answer to PING: how many steps the engine has made in its life."""
+
+    KIND = b"\x34"
+
+    session: int
+    sequence: int
+    steps: int
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode_plain([self.session, self.sequence, self.steps])]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Pong:
+        fields = expect_array("PONG", cbor.decode_plain(body), 3)
+        for name, number in zip(("session", "sequence", "steps"), fields, strict=True):
+            expect_u64(f"PONG {name}", number)
+        return cls(*fields)
+
+
+class Dead(NamedTuple):
+    """The engine's last message when Python code in it raised: what it can say of its own death."""
+
+    KIND = DEAD
+
+    session: int
+    sequence: int
+    exception_type: str
+    exception_message: str
+    traceback: str
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode_plain(list(self))]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Dead:
+        session, sequence, *texts = expect_array("ENGINE_CORE_DEAD", cbor.decode_plain(body), 5)
+        expect_u64("ENGINE_CORE_DEAD session", session)
+        expect_u64("ENGINE_CORE_DEAD sequence", sequence)
+        for text in texts:
+            expect_type("ENGINE_CORE_DEAD report", text, str)
+        return cls(session, sequence, *texts)
+
+    def amend(self, report: CrashReport) -> CrashReport:
+        """``report`` with what this message adds."""
+        return dataclasses.replace(
+            report,
+            exception_type=self.exception_type,
+            exception_message=self.exception_message,
+            traceback=self.traceback,
+        )

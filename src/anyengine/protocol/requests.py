@@ -1,0 +1,149 @@
+"""What a client sends, on its ROUTER, to an engine's DEALER."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from anyengine.errors import ProtocolError
+from anyengine.protocol import cbor
+from anyengine.protocol.checks import expect_array, expect_type, expect_u64
+from anyengine.protocol.outputs import decode_column, encode_column
+from anyengine.protocol.sampling import decode_sampling, encode_sampling
+from anyengine.types import SamplingParams
+
+Frames = list[cbor.Buffer]
+Buffers = Sequence[memoryview]
+ShutdownMode = Literal["abort", "drain"]
+
+
+class Add(NamedTuple):
+    """A new request. Exactly one of ``prompt_token_ids`` (u32) and ``prompt_embeds`` (tokens x hidden size) is set."""
+
+    KIND = b"\x00"
+
+    handle: int
+    prompt_token_ids: Sequence[int] | None
+    prompt_embeds: Any
+    sampling: SamplingParams
+
+    def encode(self) -> Frames:
+        buffers: Frames = []
+        tokens = None if self.prompt_token_ids is None else encode_column("I", self.prompt_token_ids, buffers)
+        embeds = None
+        if self.prompt_embeds is not None:
+            embeds = cbor.pack(self.prompt_embeds, buffers, path="prompt_embeds")
+        sampling = encode_sampling(self.sampling, buffers)
+        return [self.KIND, cbor.encode_plain([self.handle, tokens, embeds, sampling]), *buffers]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Add:
+        handle, tokens, embeds, sampling = expect_array("ADD", cbor.decode(body, buffers), 4)
+        expect_u64("ADD handle", handle)
+        column = None if tokens is None else decode_column("I", tokens, buffers, "prompt_token_ids")
+        if (column is None) == (embeds is None):
+            raise ProtocolError("ADD carries either prompt_token_ids or prompt_embeds")
+        return cls(handle, column, embeds, decode_sampling(sampling))
+
+
+class Abort(NamedTuple):
+    """These requests are to end now; the engine answers with a last row for each that it still has."""
+
+    KIND = b"\x01"
+
+    handles: Sequence[int]
+
+    def encode(self) -> Frames:
+        buffers: Frames = []
+        return [self.KIND, cbor.encode_plain([encode_column("Q", self.handles, buffers)]), *buffers]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Abort:
+        (handles,) = expect_array("ABORT", cbor.decode_plain(body), 1)
+        return cls(decode_column("Q", handles, buffers, "handles"))
+
+
+class Utility(NamedTuple):
+    """A utility call: ``method`` must be marked ``@utility`` in the engine."""
+
+    KIND = b"\x03"
+
+    call_id: int
+    method: str
+    args: Sequence[Any]
+
+    def encode(self) -> Frames:
+        buffers: Frames = []
+        args = cbor.pack(list(self.args), buffers, path="args")
+        return [self.KIND, cbor.encode_plain([self.call_id, self.method, args]), *buffers]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Utility:
+        call_id, method, args = expect_array("UTILITY", cbor.decode(body, buffers), 3)
+        expect_u64("UTILITY call id", call_id)
+        expect_type("UTILITY method", method, str)
+        expect_type("UTILITY args", args, list)
+        return cls(call_id, method, args)
+
+
+class Init(NamedTuple):
+    """The answer to HELLO: which engine to build, and where its outputs go."""
+
+    KIND = b"\x10"
+
+    version: int
+    session: int
+    output_address: str
+    path: str
+    arguments: Mapping[str, Any]
+
+    def encode(self) -> Frames:
+        buffers: Frames = []
+        arguments = cbor.pack(self.arguments, buffers, path="EngineSpec.arguments")
+        body = [self.version, self.session, self.output_address, self.path, arguments]
+        return [self.KIND, cbor.encode_plain(body), *buffers]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Init:
+        version, session, address, path, arguments = expect_array("INIT", cbor.decode(body, buffers), 5)
+        expect_type("INIT version", version, int)
+        expect_u64("INIT session", session)
+        expect_type("INIT output address", address, str)
+        expect_type("INIT path", path, str)
+        expect_type("INIT arguments", arguments, dict)
+        return cls(version, session, address, path, arguments)
+
+
+class Shutdown(NamedTuple):
+    """The engine is to end: at once (``"abort"``) or when its requests have finished (``"drain"``)."""
+
+    KIND = b"\x11"
+
+    mode: ShutdownMode
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode_plain([self.mode])]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Shutdown:
+        (mode,) = expect_array("SHUTDOWN", cbor.decode_plain(body), 1)
+        if mode not in ("abort", "drain"):
+            raise ProtocolError(f"unknown shutdown mode {mode!r}")
+        return cls(mode)
+
+
+class Ping(NamedTuple):
+    """A sign of life is asked for. ``sent`` counts the client's messages before this one, so that a lost one shows."""
+
+    KIND = b"\x12"
+
+    sent: int
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode_plain([self.sent])]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Ping:
+        (sent,) = expect_array("PING", cbor.decode_plain(body), 1)
+        expect_u64("PING count", sent)
+        return cls(sent)

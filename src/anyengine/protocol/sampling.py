@@ -1,0 +1,65 @@
+"""Sampling parameters on the wire: a map of what differs from the defaults, token ids as u32."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from typing import Any, cast
+
+from anyengine.errors import ProtocolError
+from anyengine.protocol import cbor
+from anyengine.protocol.checks import expect_type
+from anyengine.protocol.outputs import decode_column
+from anyengine.types import SamplingParams, StructuredOutputs
+
+_DEFAULTS: dict[str, Any] = {
+    field.name: field.default_factory() if callable(field.default_factory) else field.default
+    for field in dataclasses.fields(SamplingParams)
+}
+
+
+def sampling_differences(sampling: SamplingParams) -> dict[str, Any]:
+    """The fields of ``sampling`` that differ from their defaults."""
+    return {
+        name: value
+        for name, default in _DEFAULTS.items()
+        if (value := getattr(sampling, name)) is not default and value != default
+    }
+
+
+def encode_sampling(sampling: SamplingParams, buffers: list[cbor.Buffer]) -> dict[str, Any]:
+    """The map that travels.
+
+    :raises UnencodableError: if ``extra`` or ``structured_outputs`` holds a value that cannot travel
+    """
+    fields = sampling_differences(sampling)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if name in fields:
+            fields[name] = array("I", fields[name]).tobytes()
+    if sampling.structured_outputs is not None:
+        shape = dataclasses.asdict(sampling.structured_outputs)
+        given = {name: value for name, value in shape.items() if value is not None}
+        fields["structured_outputs"] = cbor.pack(given, buffers, path="structured_outputs")
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(fields["logit_bias"])
+    if "extra" in fields:
+        fields["extra"] = cbor.pack(fields["extra"], buffers, path="SamplingParams.extra")
+    return fields
+
+
+def decode_sampling(wire: object) -> SamplingParams:
+    """The parameters that :func:`encode_sampling` made.
+
+    :raises ProtocolError: if the map does not describe possible parameters
+    """
+    expect_type("ADD sampling", wire, dict)
+    fields = dict(cast("dict[str, Any]", wire))
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if name in fields:
+            fields[name] = decode_column("I", fields[name], (), name).tolist()
+    try:
+        if "structured_outputs" in fields:
+            fields["structured_outputs"] = StructuredOutputs(**fields["structured_outputs"])
+        return SamplingParams(**fields)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"ADD carries impossible sampling parameters: {error}") from None

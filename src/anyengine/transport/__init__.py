@@ -1,0 +1,1 @@
+"""ZeroMQ on AnyIO: sockets with one owner task each, and the endpoints that they are bound to."""
