@@ -114,9 +114,7 @@ class SamplingParams:
         self._number("repetition_penalty", 0.0, math.inf, above=True)
         _require(isinstance(self.ignore_eos, bool), "SamplingParams.ignore_eos", self.ignore_eos, "a bool")
         if self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"SamplingParams.min_tokens={self.min_tokens}: more than max_tokens={self.max_tokens}"
-            )
+            raise RequestError(f"SamplingParams.min_tokens={self.min_tokens}: more than max_tokens={self.max_tokens}")
         self._tokens("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             self._tokens("allowed_token_ids", self.allowed_token_ids)

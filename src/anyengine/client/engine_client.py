@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -10,7 +9,7 @@ from typing import Any, NoReturn
 import anyio
 from anyio.lowlevel import checkpoint
 
-from anyengine.client.prompts import check_prompt, check_request_id, check_sampling
+from anyengine.client.checks import check_prompt, check_request_id, check_sampling, check_seconds
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
@@ -49,7 +48,7 @@ class EngineClient:
 
         :raises ValueError: if ``timeout`` is not a positive number
         """
-        _check_timeout("timeout", timeout)
+        check_seconds("timeout", timeout)
         if self._session.link.report is not None and not self._session.closing:
             return self._session.link.health(timeout, "dead")
         if self._session.closed:
@@ -180,7 +179,7 @@ class EngineClient:
         if not isinstance(method, str):
             raise TypeError(f"method={method!r} ({type(method).__name__}): expected a string")
         if timeout is not None:
-            _check_timeout("timeout", timeout)
+            check_seconds("timeout", timeout)
         self._session.check_open()
         if method not in self.info.utilities:
             known = ", ".join(self.info.utilities)
@@ -219,10 +218,3 @@ class EngineClient:
         check_sampling(sampling, self.info)
         self._session.check_free(check_request_id(request_id))
         return RequestStream(self._session, tokens, embeds, sampling, request_id, whole=whole)
-
-
-def _check_timeout(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a number of seconds")
-    if value <= 0:
-        raise ValueError(f"{name}={value!r}: expected more than 0 seconds")

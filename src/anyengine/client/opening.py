@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Literal, cast
 
 import anyio
 from anyio import to_thread
@@ -26,9 +28,12 @@ from anyengine.process.launcher import ProcessLauncher
 from anyengine.protocol import cbor
 from anyengine.transport.endpoints import Endpoints, TransportName
 from anyengine.types import EngineSpec
-from typing import Literal
 
 OnDeath = Literal["notify", "cancel"]
+
+_START_LIMITS = StartLimits()
+_SHUTDOWN = ShutdownPolicy()
+_LAUNCHER = ProcessLauncher()
 
 FLUSH_LIMIT = 0.5
 """Seconds that the child's last words may take to reach a terminal that does not read."""
@@ -39,10 +44,10 @@ def open_engine_client(
     *,
     on_death: OnDeath = "notify",
     on_progress: ProgressCallback | None = None,
-    start_limits: StartLimits = StartLimits(),
-    shutdown: ShutdownPolicy = ShutdownPolicy(),
+    start_limits: StartLimits = _START_LIMITS,
+    shutdown: ShutdownPolicy = _SHUTDOWN,
     transport: TransportName = "ipc",
-    launcher: ProcessLauncher = ProcessLauncher(),
+    launcher: ProcessLauncher = _LAUNCHER,
 ) -> EngineClientBlock:
     """Run an engine in a child process for the length of an ``async with`` block.
 
@@ -116,13 +121,14 @@ class EngineClientBlock:
             raise EngineClosedError("this block was entered before; call open_engine_client again")
         self._entered = True
         await checkpoint()
-        with anyio.CancelScope(shield=True):  # nothing may be made that nobody then closes; it takes a millisecond
-            endpoints = await to_thread.run_sync(Endpoints, self._transport)
-        self._session = EngineSession(endpoints)
+        # Nothing may be made that nobody then closes, so a cancellation waits until the block can answer it.
+        with anyio.CancelScope(shield=True):
+            self._session = EngineSession(await to_thread.run_sync(Endpoints, self._transport))
         self._supervisor = Supervisor(self._session, self._launcher, self._cancel_body)
         self._session.link.fail = self._supervisor.fail
         self._group = anyio.create_task_group()
         self._services_scope = anyio.CancelScope(shield=True)
+        self._services_ended: anyio.Event | None = None
         self._body_scope: anyio.CancelScope | None = None
         await self._group.__aenter__()
         try:
@@ -143,7 +149,8 @@ class EngineClientBlock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         assert self._body_scope is not None
-        cancelled_by_death = bool(self._body_scope.__exit__(kind, error, traceback))
+        self._body_scope.__exit__(kind, error, traceback)
+        cancelled_by_death = self._body_scope.cancelled_caught
         if cancelled_by_death:
             error = None
         swallowed = await self._close(error)
@@ -159,7 +166,7 @@ class EngineClientBlock:
     async def _serve(self, *, task_status: TaskStatus[TaskGroup]) -> None:
         # Shielded, because the engine must be ended in good order when the block around it is cancelled; _close ends
         # this scope, and every way out of the block leads through _close.
-        with self._services_scope:
+        with self._services_scope, self._while_serving():
             async with anyio.create_task_group() as services:
                 services.start_soon(read_pull, self._session)
                 services.start_soon(read_router, self._session, self._spec, self._on_progress)
@@ -167,6 +174,14 @@ class EngineClientBlock:
                 services.start_soon(show_output, self._session)
                 task_status.started(services)
                 await anyio.sleep_forever()
+
+    @contextmanager
+    def _while_serving(self) -> Generator[None]:
+        self._services_ended = anyio.Event()
+        try:
+            yield
+        finally:
+            self._services_ended.set()
 
     async def _close(self, error: BaseException | None) -> bool:
         """End everything; whether ``error`` was a cancellation of our own group and ends here."""
@@ -182,6 +197,9 @@ class EngineClientBlock:
             session.close_waiters(lambda: EngineClosedError("the client was closed"))
             session.link.ended.set()
             self._services_scope.cancel()
+            if self._services_ended is not None:
+                with anyio.CancelScope(shield=True):
+                    await self._services_ended.wait()
             session.endpoints.close_sockets()
             if session.link.process is not None:
                 session.link.process.close()
@@ -209,6 +227,7 @@ class EngineClientBlock:
 
 
 def _bare(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
+    if isinstance(error, BaseExceptionGroup):
+        inner = list(cast("BaseExceptionGroup[BaseException]", error).exceptions)
+        return _bare(inner[0]) if len(inner) == 1 else cast("BaseException", error)
     return error

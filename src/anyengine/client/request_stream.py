@@ -32,7 +32,7 @@ class RequestStream:
 
     __slots__ = (
         "_arrival",
-                "_details",
+        "_details",
         "_embeds",
         "_error",
         "_finish",

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import anyio
 from anyio import to_thread
 from anyio.lowlevel import checkpoint
 
 from anyengine.client.session import EngineSession
+from anyengine.client.waiters import PendingCall
 from anyengine.errors import ProtocolError
 from anyengine.protocol.client_machine import (
     CallAnswered,
     ClientState,
     DeathAnnounced,
+    Event,
     HelloReceived,
     MessageLostError,
     PongReceived,
@@ -64,11 +66,11 @@ def read_outputs(session: EngineSession) -> bool:
     return False
 
 
-def _handle(session: EngineSession, event: Any) -> None:
+def _handle(session: EngineSession, event: Event[Any]) -> None:
     link = session.link
     if isinstance(event, CallAnswered):
         link.heard()
-        event.owner.answer(event.error, event.value)
+        cast("PendingCall", event.owner).answer(event.error, event.value)
     elif isinstance(event, PongReceived):
         link.heard(event.steps)
     elif isinstance(event, StatsReceived):
@@ -96,9 +98,7 @@ async def read_pull(session: EngineSession) -> None:
             await checkpoint()
 
 
-async def read_router(
-    session: EngineSession, spec: EngineSpec, on_progress: ProgressCallback | None
-) -> None:
+async def read_router(session: EngineSession, spec: EngineSpec, on_progress: ProgressCallback | None) -> None:
     """Own the ROUTER socket: the handshake comes here, and whatever strangers send."""
     router = session.endpoints.router
     while True:
@@ -129,9 +129,7 @@ def _handshake(
     if isinstance(event, HelloReceived):
         link.phase = "load"
         session.send(
-            link.machine.init(
-                output_address=session.endpoints.output_address, path=spec.path, arguments=spec.arguments
-            )
+            link.machine.init(output_address=session.endpoints.output_address, path=spec.path, arguments=spec.arguments)
         )
         link.greeted.set()
     elif isinstance(event, ProgressReceived):
@@ -152,10 +150,10 @@ async def keep_pulse(session: EngineSession) -> None:
     link = session.link
     while True:
         await anyio.sleep(PULSE)
-        if link.machine.state is not ClientState.SERVING:
-            continue
         while read_outputs(session):
             await checkpoint()
+        if link.machine.state is not ClientState.SERVING:
+            continue
         link.looked()
         while session.endpoints.disconnections.receive_nowait() is not None:
             pass  # strangers that came and went; what counts is the end of a connection after the engine's death

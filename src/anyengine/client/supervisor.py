@@ -12,6 +12,7 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
+from anyengine.client.checks import check_seconds
 from anyengine.client.services import read_outputs
 from anyengine.client.session import EngineSession
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
@@ -35,10 +36,18 @@ class StartLimits:
 
     ``hello`` runs from the start of the process to its first message. ``silence`` runs while the engine loads and
     starts anew with each progress report, so that a slow engine is not taken for a stalled one.
+
+    :raises TypeError: if a limit is neither a number nor None
+    :raises ValueError: if a limit is not above 0
     """
 
     hello: float | None = 60.0
     silence: float | None = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("hello", "silence"):
+            if getattr(self, name) is not None:
+                check_seconds(f"StartLimits.{name}", getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +57,21 @@ class ShutdownPolicy:
     In mode ``"abort"`` open requests end with the finish reason ``"abort"``, in mode ``"drain"`` they may run on for
     ``drain_limit`` seconds. After that the process has ``grace`` seconds to end on its own, then ``terminate`` seconds
     after SIGTERM, then it is killed with its whole group.
+
+    :raises TypeError: if a limit is not a number
+    :raises ValueError: if a limit is not above 0, or the mode is another
     """
 
     mode: Literal["abort", "drain"] = "abort"
     drain_limit: float = 30.0
     grace: float = 2.0
     terminate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("abort", "drain"):
+            raise ValueError(f"ShutdownPolicy.mode={self.mode!r}: expected 'abort' or 'drain'")
+        for name in ("drain_limit", "grace", "terminate"):
+            check_seconds(f"ShutdownPolicy.{name}", getattr(self, name))
 
 
 class Supervisor:
@@ -84,7 +102,9 @@ class Supervisor:
         try:
             # A process that nobody knows of must not come out of a cancelled start; it takes some milliseconds.
             with anyio.CancelScope(shield=True):
-                return await to_thread.run_sync(self._launcher.start, bootstrap)
+                process = await to_thread.run_sync(self._launcher.start, bootstrap)
+            # A shielded scope that nobody cancels swallows nothing.
+            return process  # pyright: ignore[reportPossiblyUnboundVariable]
         except OSError as error:
             report = CrashReport(
                 rank=self._link.rank,

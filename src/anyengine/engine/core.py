@@ -18,18 +18,22 @@ __all__ = [
     "ProgressReporter",
     "StepOutputs",
     "from_rows",
-    "utility",
     "utilities_of",
+    "utility",
 ]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_MARK = "__anyengine_utility__"
+
 
 class ProgressReporter(Protocol):
     """Tells the client how far loading has come; ``fraction`` is 0.0 to 1.0, or None when nobody can say."""
 
-    def __call__(self, stage: str, fraction: float | None = None) -> None: ...
+    def __call__(self, stage: str, fraction: float | None = None) -> None:
+        """Report ``stage``, in words for people, and how much of it is done."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class EngineCore(abc.ABC):
     :meth:`abort_requests` ends the engine.
     """
 
-    def load(self, progress: ProgressReporter) -> None:
+    def load(self, progress: ProgressReporter) -> None:  # noqa: B027 - doing nothing is a fine default
         """Load the model. Each call of ``progress`` also tells the client that the engine is alive."""
 
     @abc.abstractmethod
@@ -87,7 +91,7 @@ class EngineCore(abc.ABC):
         """Figures of the moment, for monitoring (running and waiting requests, cache use)."""
         return {}
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027 - doing nothing is a fine default
         """Free what must not be left behind; called once, when the process ends in good order."""
 
 
@@ -132,12 +136,10 @@ class Deferred:
 
 def utility(method: Callable[P, R]) -> Callable[P, R]:
     """Mark a method of an engine as callable from the client by its name. Nothing else is."""
-    method.__anyengine_utility__ = True  # type: ignore[attr-defined]
+    setattr(method, _MARK, True)
     return method
 
 
 def utilities_of(engine: type[EngineCore]) -> list[str]:
     """The names of an engine's utilities, in alphabetical order."""
-    return sorted(
-        name for name in dir(engine) if getattr(getattr(engine, name, None), "__anyengine_utility__", False)
-    )
+    return sorted(name for name in dir(engine) if getattr(getattr(engine, name, None), _MARK, False))

@@ -77,7 +77,7 @@ class ScriptedEngine(EngineCore):
         self._max_model_len = max_model_len
         self._script = None if script is None else list(script)
         self._load_seconds = load_seconds
-        self._load_fault = load_fault
+        self._load_fault: LoadFault | None = load_fault
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}
         self._frozen: tuple[float, bool] | None = None
@@ -94,7 +94,7 @@ class ScriptedEngine(EngineCore):
         """Pretend to load, and fail as asked."""
         for tenth in range(10):
             progress("loading", tenth / 10)
-            if tenth == 5 and self._load_fault is not None:
+            if tenth == 5:
                 _fail(self._load_fault)
             time.sleep(self._load_seconds / 10)
         progress("loading", 1.0)
@@ -337,14 +337,15 @@ class _Flood:
         self.answer.set_result(self._steps * len(self._handles))
 
 
-def _fail(fault: LoadFault) -> None:
+def _fail(fault: LoadFault | None) -> None:
     if fault == "raise":
         raise RuntimeError("loading failed, as it was told to")
     if fault == "exit":
         os._exit(3)
     if fault == "kill":
         os.kill(os.getpid(), 9)
-    time.sleep(3600)
+    if fault == "hang":
+        time.sleep(3600)
 
 
 def _sleep_in_c(seconds: float, *, hold_gil: bool) -> None:

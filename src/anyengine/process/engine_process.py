@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -42,7 +43,7 @@ class EngineProcess:
         self._lifeline: int | None = lifeline
         self._exception = exception
         self._native = native
-        self._pidfd = os.pidfd_open(child.pid) if sys.platform == "linux" else None
+        self._pidfd = _open_pidfd(child.pid)
         self._status_taken = False
 
     async def wait(self) -> None:
@@ -78,10 +79,9 @@ class EngineProcess:
     def kill_group(self) -> None:
         """End the process and all of its group (SIGKILL); does nothing once it is reaped."""
         if self._child.returncode is None:
-            try:
+            # Nobody is left in it, which macOS says by EPERM.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass  # nobody is left in it; macOS says so by EPERM
 
     def reap(self) -> None:
         """Take the exit status, after :meth:`wait` or :meth:`kill_group`; blocks until the process has ended."""
@@ -140,6 +140,10 @@ class EngineProcess:
         if self._pidfd is not None:
             anyio.notify_closing(self._pidfd)
             os.close(self._pidfd)
+
+
+def _open_pidfd(pid: int) -> int | None:
+    return os.pidfd_open(pid) if sys.platform == "linux" else None
 
 
 def _group_members(group: int) -> bool:

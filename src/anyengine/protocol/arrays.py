@@ -59,14 +59,20 @@ class WireArray:
 
         The result is writable and owns its memory or keeps it alive.
         """
-        if self.library not in sys.modules:
+        if not is_loaded(self.library):
             return self
         return self.to_torch() if self.library == "torch" else self.to_numpy()
 
     def to_torch(self) -> Any:
-        """This array as a torch tensor on the CPU, sharing memory where it is writable and aligned."""
+        """This array as a torch tensor on the CPU, sharing memory where it is writable and aligned.
+
+        :raises AttributeError: if it is a numpy dtype that this torch does not have
+        """
         import torch
 
+        if self.dtype.startswith(">"):
+            # torch knows one byte order only.
+            return cast("Any", torch).from_numpy(self.to_numpy().astype(_numpy_name(self.dtype)))
         dtype: torch.dtype = getattr(torch, self.dtype if self.library == "torch" else _numpy_name(self.dtype))
         if self.data.nbytes == 0:
             return torch.empty(self.shape, dtype=dtype)
@@ -101,14 +107,30 @@ def from_value(value: object) -> WireArray | None:
     :raises TypeError: if it is an array of a dtype or layout that cannot travel
     """
     if isinstance(value, WireArray):
-        return value
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return _from_torch(value)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return _from_numpy(value)
-    return None
+        array = value
+    elif is_loaded("torch") and isinstance(value, sys.modules["torch"].Tensor):
+        array = _from_torch(value)
+    elif is_loaded("numpy") and isinstance(value, sys.modules["numpy"].ndarray):
+        array = _from_numpy(value)
+    else:
+        return None
+    if len(array.shape) > _MAX_DIMENSIONS:
+        raise TypeError(f"an array of {len(array.shape)} dimensions cannot travel; {_MAX_DIMENSIONS} can")
+    return array
+
+
+def is_array(value: object) -> bool:
+    """Whether it is what an array tag decodes to."""
+    return (
+        isinstance(value, WireArray)
+        or (is_loaded("torch") and isinstance(value, sys.modules["torch"].Tensor))
+        or (is_loaded("numpy") and isinstance(value, sys.modules["numpy"].ndarray))
+    )
+
+
+def is_loaded(library: Library) -> bool:
+    """Whether this process has imported it; not while another thread is still at it."""
+    return hasattr(sys.modules.get(library), "Tensor" if library == "torch" else "ndarray")
 
 
 def _from_torch(tensor: Any) -> WireArray:
@@ -138,47 +160,59 @@ def _from_numpy(array: Any) -> WireArray:
     dtype = array.dtype.str
     if not _NUMPY_DTYPE.fullmatch(dtype):
         raise TypeError(f"a numpy array of dtype {array.dtype} cannot travel; booleans and numbers can")
+    if isinstance(array, numpy.ma.MaskedArray):
+        raise TypeError("a masked numpy array cannot travel; send its data and its mask")
     contiguous = numpy.ascontiguousarray(array)
-    data = memoryview(contiguous.reshape(-1).view(numpy.uint8)) if array.size else memoryview(b"")
+    data = memoryview(contiguous.reshape(-1).view(numpy.uint8).data) if array.size else memoryview(b"")
     return WireArray("numpy", dtype, tuple(array.shape), data.cast("B"))
 
 
-def from_wire(content: object, buffers: list[memoryview]) -> Any:
+def from_wire(content: object, buffers: list[memoryview | None]) -> Any:
     """The array that a tag's ``content`` and the message's ``buffers`` describe; see :meth:`WireArray.resolve`.
+
+    The array takes its buffer out of ``buffers``: two arrays in one buffer would change together when one of them is
+    written to, and a small message could ask for many copies of a large buffer.
 
     :raises ProtocolError: if the content is malformed or disagrees with its bytes
     """
     if not isinstance(content, list | tuple) or len(cast("list[object]", content)) != 4:
         raise ProtocolError("an array's tag holds [library, dtype, shape, data]")
     library, dtype, shape, data = cast("list[object]", content)
-    if library not in ("torch", "numpy"):
-        raise ProtocolError(f"array of unknown library {library!r}")
+    if not isinstance(library, str) or library not in ("torch", "numpy"):
+        raise ProtocolError(f"array of unknown library {library!r:.80}")
     if not isinstance(dtype, str):
-        raise ProtocolError(f"array dtype {dtype!r} is not a string")
+        raise ProtocolError(f"array dtype {dtype!r:.80} is not a string")
     if not isinstance(shape, list | tuple) or len(cast("list[object]", shape)) > _MAX_DIMENSIONS:
-        raise ProtocolError(f"array shape {shape!r} is not a list of at most {_MAX_DIMENSIONS} sizes")
+        raise ProtocolError(f"array shape {shape!r:.80} is not a list of at most {_MAX_DIMENSIONS} sizes")
     sizes = tuple(cast("list[object]", shape))
     for size in sizes:
         if type(size) is not int or not 0 <= size < 2**63:
-            raise ProtocolError(f"array shape holds {size!r}, which is not a size")
+            raise ProtocolError(f"array shape holds {size!r:.80}, which is not a size")
     if type(data) is int:
-        if not 0 <= data < len(buffers):
-            raise ProtocolError(f"array refers to buffer {data}, but the message has {len(buffers)}")
-        view = buffers[data]
+        view = buffers[data] if 0 <= data < len(buffers) else None
+        if view is None:
+            raise ProtocolError(f"array refers to buffer {data} of {len(buffers)}, which is not there or taken")
+        buffers[data] = None
     elif isinstance(data, bytes):
         view = memoryview(data)
     else:
         raise ProtocolError("array data is neither a byte string nor a buffer's index")
-    return WireArray(library, dtype, cast("tuple[int, ...]", sizes), view).resolve()
+    array = WireArray(library, dtype, cast("tuple[int, ...]", sizes), view)
+    try:
+        return array.resolve()
+    except Exception as error:  # too many dimensions for the library, or a dtype that this version does not have
+        raise ProtocolError(
+            f"{library} makes no array of dtype {dtype} and shape {list(array.shape)!r:.80}: {error}"
+        ) from error
 
 
 def _itemsize(library: Library, dtype: str) -> int:
     if library == "torch":
         if dtype not in _TORCH_ITEMSIZE:
-            raise ProtocolError(f"unknown torch dtype {dtype!r}")
+            raise ProtocolError(f"unknown torch dtype {dtype!r:.80}")
         return _TORCH_ITEMSIZE[dtype]
     if not _NUMPY_DTYPE.fullmatch(dtype):
-        raise ProtocolError(f"unknown numpy dtype {dtype!r}")
+        raise ProtocolError(f"unknown numpy dtype {dtype!r:.80}")
     return int(dtype[2:])
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
-from anyengine.protocol.checks import expect_array, expect_type
+from anyengine.protocol.checks import expect_array, expect_type, expect_u16
 
 LENGTH = struct.Struct("<I")
 """The record is preceded by its length in bytes."""
@@ -50,11 +50,13 @@ class Bootstrap(NamedTuple):
         """
         address, rank, token, keys, import_path = expect_array("the bootstrap record", cbor.decode_plain(body), 5)
         expect_type("bootstrap address", address, str)
-        expect_type("bootstrap rank", rank, int)
+        expect_u16("bootstrap rank", rank)
         expect_type("bootstrap token", token, bytes)
         if keys is not None:
             keys = CurveKeys(*expect_array("bootstrap keys", keys, 3))
+            for key in keys:
+                expect_type("bootstrap key", key, str)
         expect_type("bootstrap import path", import_path, list)
-        if not all(isinstance(entry, str) for entry in import_path):
+        if not all(type(entry) is str for entry in import_path):
             raise ProtocolError("the bootstrap import path holds something that is not a string")
         return cls(address, rank, token, keys, import_path)

@@ -1,7 +1,9 @@
 """The strict CBOR of the wire: RFC 8949 by cbor2, with less allowed than it would take.
 
 Decoding refuses indefinite lengths, duplicate keys, trailing bytes, deep nesting and every tag but the private one for
-arrays (:mod:`anyengine.protocol.arrays`). Encoding refuses whatever decoding would refuse, and names its place.
+arrays (:mod:`anyengine.protocol.arrays`). Encoding refuses whatever decoding would refuse, and names its place. What a
+message leaves open (arguments, results, events) is a *value*: null, booleans, 64-bit integers, floats, strings, bytes,
+arrays, lists, and maps whose keys are strings or integers.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ encode_plain = cast("Callable[[object], bytes]", cbor2.dumps)
 """Encode what :func:`pack` made, or what trusted code built of plain types."""
 
 
+def printable(text: str) -> str:
+    """``text`` with escapes in place of lone surrogates, which file names may hold and UTF-8 may not."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def encode(value: object, buffers: list[Buffer], *, path: str) -> bytes:
     """Encode a value that came from outside; the bytes of large arrays are appended to ``buffers``.
 
@@ -52,7 +59,9 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
         return value
     if type(value) is int:
         if not -(2**63) <= value < 2**64:
-            raise UnencodableError(path, f"the integer {value} does not fit 64 bits")
+            # Very large ones have no decimal form: Python limits the conversion.
+            what = f"the integer {value}" if value.bit_length() <= 256 else f"an integer of {value.bit_length()} bits"
+            raise UnencodableError(path, f"{what} does not fit 64 bits")
         return value
     if type(value) is str:
         try:
@@ -63,6 +72,20 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
     # Two levels of reserve for the message around it and the array tag within; a cycle ends here as well.
     if depth > MAX_DEPTH - 8:
         raise UnencodableError(path, f"nested deeper than {MAX_DEPTH - 8} levels, or a cycle")
+    try:
+        return _pack_object(value, buffers, first, path, depth)
+    except UnencodableError:
+        raise
+    except Exception as error:
+        # Code of the value's own class raised (a mapping's items(), a tensor's data); that is the value's fault.
+        problem = f"looking into this {_name(value)} raised {type(error).__name__}: {_show(error)}"
+        raise UnencodableError(path, problem) from error
+
+
+def _pack_object(value: object, buffers: list[Buffer], first: int, path: str, depth: int) -> Any:
+    for plain in (int, float, str, bytes):
+        if isinstance(value, plain):  # signal.SIGKILL, members of a StrEnum: they arrive as what they are equal to
+            return _pack(plain.__new__(plain, value), buffers, first, path, depth + 1)
     if isinstance(value, list | tuple):
         items = cast("Sequence[object]", value)
         return [_pack(item, buffers, first, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
@@ -70,18 +93,19 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
         packed: dict[Any, Any] = {}
         for key, item in cast("Mapping[object, object]", value).items():
             if type(key) is not str and type(key) is not int:
-                raise UnencodableError(path, f"the key {key!r} ({_name(key)}) is neither a string nor an integer")
-            _pack(key, buffers, first, f"{path} key {key!r}", depth)
-            packed[key] = _pack(item, buffers, first, f"{path}[{key!r}]", depth + 1)
+                raise UnencodableError(path, f"the key {_show(key)} ({_name(key)}) is neither a string nor an integer")
+            shown = _show(key)
+            _pack(key, buffers, first, f"{path} key {shown}", depth)
+            packed[key] = _pack(item, buffers, first, f"{path}[{shown}]", depth + 1)
         return packed
     if isinstance(value, bytearray | memoryview):
-        return bytes(value)
+        return bytes(cast("Buffer", value))
     try:
         array = arrays.from_value(value)
     except TypeError as error:
         raise UnencodableError(path, str(error)) from None
     if array is None:
-        raise UnencodableError(path, f"{value!r:.80} of type {_name(value)} cannot travel{_hint(value)}")
+        raise UnencodableError(path, f"{_show(value)} of type {_name(value)} cannot travel{_hint(value)}")
     data: object
     if array.data.nbytes <= arrays.INLINE_LIMIT:
         data = bytes(array.data)
@@ -98,11 +122,11 @@ def decode(body: bytes, buffers: Sequence[memoryview] = ()) -> Any:
     """
     if not buffers:
         return _decode(body, _resolve_inline)
-    views = list(buffers)
+    views: list[memoryview | None] = list(buffers)  # each is taken by one array at most
     return _decode(body, lambda tag, immutable: _resolve(tag, views))
 
 
-def _resolve(tag: cbor2.CBORTag, buffers: list[memoryview]) -> Any:
+def _resolve(tag: cbor2.CBORTag, buffers: list[memoryview | None]) -> Any:
     if tag.tag != ARRAY_TAG:
         raise ProtocolError(f"CBOR tag {tag.tag} is not allowed here")
     return arrays.from_wire(cast("object", tag.value), buffers)
@@ -137,12 +161,9 @@ def _refuse_builtin(value: Any, immutable: bool) -> Any:
 
 
 # Every tag that cbor2 6 decodes without asking tag_hook; a test walks all tags below 70,000.
-_BUILTIN_TAGS = {
-    tag: _refuse_builtin
-    for tag in (
-        *range(6), 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799,
-    )
-}  # fmt: skip
+_BUILTIN_TAGS = dict.fromkeys(
+    [*range(6), 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799], _refuse_builtin
+)
 
 # cbor2.loads ignores bytes behind the value. So the body is decoded as the first of two items whose second is a random
 # nonce: bytes too many or too few put something else, or nothing, in its place. Reading byte by byte to find the end,
@@ -163,12 +184,52 @@ def _decode(body: bytes, tag_hook: cbor2.TagHook) -> Any:
             allow_duplicate_keys=False,
         )
     except cbor2.CBORDecodeError as error:
-        if isinstance(error.__cause__, ProtocolError):
-            raise ProtocolError(str(error.__cause__)) from None
+        cause = error.__cause__
+        if isinstance(cause, ProtocolError):
+            raise ProtocolError(str(cause)) from None
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause from None  # cbor2 wraps what a signal raised while an array was made: Ctrl-C, SystemExit
         raise ProtocolError(f"not CBOR of the strict form: {error}") from None
-    if end != _NONCE:
+    if type(end) is not bytes or end != _NONCE:
         raise ProtocolError("bytes follow the CBOR value of a message")
     return value
+
+
+_FOREIGN = (cbor2.CBORSimpleValue, type(cbor2.undefined))
+_CONTAINERS = (list, dict)
+
+
+def expect_value(name: str, value: object) -> None:
+    """What :func:`pack` can make and nothing else that CBOR knows.
+
+    :raises ProtocolError: if ``value`` holds ``undefined``, an unassigned simple value, or a map key that is neither
+        a string nor an integer
+    """
+    items: list[object]
+    if type(value) is dict:
+        content = cast("dict[object, object]", value)
+        for kind in set(map(type, content)):
+            if kind is not str and kind is not int:
+                raise ProtocolError(f"{name} holds a map with a key of type {kind.__name__}")
+        items = list(content.values())
+    elif type(value) is list:
+        items = cast("list[object]", value)
+    else:
+        items = [value]
+    for kind in set(map(type, items)):
+        if kind in _FOREIGN:
+            raise ProtocolError(f"{name} holds a simple value that CBOR has and this protocol does not")
+        if kind in _CONTAINERS:
+            for item in items:
+                if type(item) is kind:
+                    expect_value(name, cast("object", item))
+
+
+def _show(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception as error:
+        return f"(its repr raises {type(error).__name__})"
 
 
 def _name(value: object) -> str:
@@ -177,7 +238,7 @@ def _name(value: object) -> str:
 
 
 def _hint(value: object) -> str:
-    if hasattr(value, "item") and hasattr(value, "dtype"):
+    if hasattr(type(value), "item") and hasattr(type(value), "dtype"):
         return "; use .item()"
     if isinstance(value, set | frozenset):
         return "; send a list"

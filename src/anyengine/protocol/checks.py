@@ -28,3 +28,9 @@ def expect_u64(name: str, value: object) -> None:
     """:raises ProtocolError: if ``value`` is not an unsigned number of 64 bits"""
     if type(value) is not int or not 0 <= value <= U64_MAX:
         raise ProtocolError(f"{name} is {value!r:.80}, expected an unsigned number of 64 bits")
+
+
+def expect_u16(name: str, value: object) -> None:
+    """:raises ProtocolError: if ``value`` is not an unsigned number of 16 bits"""
+    if type(value) is not int or not 0 <= value < 2**16:
+        raise ProtocolError(f"{name} is {value!r:.80}, expected an unsigned number of 16 bits")

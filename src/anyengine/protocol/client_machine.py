@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from anyengine.errors import ProtocolError
-from anyengine.protocol.handshake import Hello, Progress, Ready
+from anyengine.protocol.handshake import Hello, Progress
 from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_engine, salvage
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
@@ -139,7 +139,10 @@ Event = (
 
 
 class MessageLostError(ProtocolError):
-    """A sequence number is missing: what the engine sent did not all arrive, so its outputs have a hole."""
+    """A sequence number is missing: what the engine sent did not all arrive, so its outputs have a hole.
+
+    It is final: every later message of this life of the engine raises it again.
+    """
 
 
 class VersionError(ProtocolError):
@@ -207,7 +210,7 @@ class ClientMachine(Generic[Owner]):
             return None
         for handle in live:
             self.aborting[handle] = self.requests.pop(handle)
-        self._column = None
+        self._forget_column()
         self._sent += 1
         return Abort(live).encode()
 
@@ -253,7 +256,7 @@ class ClientMachine(Generic[Owner]):
         self.requests.clear()
         self.aborting.clear()
         self.calls.clear()
-        self._column = None
+        self._forget_column()
         return owners
 
     # ---- frames that arrived ----
@@ -298,10 +301,13 @@ class ClientMachine(Generic[Owner]):
         if message.session != self.session:
             return False
         self._next(what)
-        expected, self._sequence = self._sequence, message.sequence + 1
-        if message.sequence != expected:
-            lost = message.sequence - expected
-            raise MessageLostError(f"{lost} messages of engine {self.rank} before number {message.sequence} are lost")
+        if message.sequence != self._sequence:
+            # The number stays where it is: nothing behind a hole is delivered as if it were whole.
+            raise MessageLostError(
+                f"message {message.sequence} of engine {self.rank} came where number {self._sequence} was due: "
+                f"messages were lost, refused or repeated on the way"
+            )
+        self._sequence += 1
         return True
 
     def _hello(self, message: Hello) -> HelloReceived:
@@ -312,43 +318,45 @@ class ClientMachine(Generic[Owner]):
                 f"the engine speaks version {message.version} of the protocol and this client version "
                 f"{PROTOCOL_VERSION}; install the same anyengine on both sides"
             )
+        if message.rank != self.rank:
+            raise ProtocolError(f"engine {self.rank} says HELLO as engine {message.rank}")
         self.state = self._next(ClientInput.HELLO)
         return HelloReceived(message.pid)
 
     def _outputs(self, message: Outputs) -> StepReceived[Owner]:
         _, _, step, outputs = message
-        column = bytes(outputs.handles)  # type: ignore[arg-type]
+        column = outputs.handle_bytes()
         released: list[Owner] = []
         if column == self._column:
             owners = self._column_owners
         else:
             requests = self.requests
             found = [requests.get(handle) for handle in outputs.handles]
-            if None in found:
+            owners = [owner for owner in found if owner is not None]
+            if len(owners) < len(found):
                 for row, more in outputs.details.items():
                     if more.finish_reason is not None:
                         owner = self.aborting.pop(outputs.handles[row], None)
                         if owner is not None:
                             released.append(owner)
                 outputs = outputs.select(owner is not None for owner in found)
-                owners = [owner for owner in found if owner is not None]
             else:
-                owners = found  # type: ignore[assignment]
                 self._column, self._column_owners = column, owners
         for row, more in outputs.details.items():
             if more.finish_reason is not None:
-                # A second last row of one request in one step would be the engine's fault, and finds nothing here.
                 self.requests.pop(outputs.handles[row], None)
-                self._column = None
+                self._forget_column()
         return StepReceived(step, outputs, owners, released)
+
+    def _forget_column(self) -> None:
+        # A new list: the old one may be on its way in an event.
+        self._column, self._column_owners = None, []
 
     def _result(self, message: UtilityResult) -> CallAnswered[Owner] | None:
         owner = self.calls.pop(message.call_id, None)
         return None if owner is None else CallAnswered(owner, message.error, message.value)
 
-    def _salvage(
-        self, frames: Sequence[bytes | memoryview], error: ProtocolError
-    ) -> CallAnswered[Owner] | None:
+    def _salvage(self, frames: Sequence[bytes | memoryview], error: ProtocolError) -> CallAnswered[Owner] | None:
         """Fail the one call whose answer is malformed, where that can be told; otherwise the message is refused."""
         if len(frames) < 2 or bytes(frames[0]) != UtilityResult.KIND:
             raise error

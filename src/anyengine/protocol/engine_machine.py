@@ -231,7 +231,7 @@ class EngineMachine:
             return RequestReceived(message)
         if isinstance(message, Abort):
             self._count(EngineInput.ABORT)
-            handles = [handle for handle in message.handles if handle in self.live]
+            handles = [handle for handle in dict.fromkeys(message.handles) if handle in self.live]
             return AbortReceived(handles) if handles else None
         if isinstance(message, Utility):
             self._count(EngineInput.REQUEST)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
-from anyengine.protocol.checks import expect_array, expect_type
+from anyengine.protocol.checks import expect_array, expect_type, expect_u16, expect_u64
 from anyengine.types import EngineInfo
 
 Frames = list[cbor.Buffer]
@@ -33,8 +33,8 @@ class Hello(NamedTuple):
         version, token, pid, rank = expect_array("HELLO", cbor.decode_plain(body), 4)
         expect_type("HELLO version", version, int)
         expect_type("HELLO token", token, bytes)
-        expect_type("HELLO pid", pid, int)
-        expect_type("HELLO rank", rank, int)
+        expect_u64("HELLO pid", pid)
+        expect_u16("HELLO rank", rank)
         return cls(version, token, pid, rank)
 
 
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     fraction: float | None
 
     def encode(self) -> Frames:
-        return [self.KIND, cbor.encode_plain([self.stage, self.fraction])]
+        return [self.KIND, cbor.encode_plain([cbor.printable(self.stage), self.fraction])]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Progress:
@@ -66,7 +66,8 @@ class Ready(NamedTuple):
     info: EngineInfo
 
     def encode(self) -> Frames:
-        return [self.KIND, cbor.encode(dataclasses.asdict(self.info), [], path="EngineInfo")]
+        fields = {field.name: getattr(self.info, field.name) for field in dataclasses.fields(EngineInfo)}
+        return [self.KIND, cbor.encode(fields, [], path="EngineInfo")]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Ready:
@@ -76,9 +77,11 @@ class Ready(NamedTuple):
             info = EngineInfo(**fields)
         except TypeError as error:
             raise ProtocolError(f"READY does not describe an engine: {error}") from None
-        for field in dataclasses.fields(EngineInfo):
-            if not isinstance(getattr(info, field.name), _INFO_TYPES[field.name]):
-                raise ProtocolError(f"READY field {field.name} is {getattr(info, field.name)!r}")
+        for name, value in fields.items():
+            if type(value) not in _INFO_TYPES[name] or (type(value) is int and value < 0):
+                raise ProtocolError(f"READY field {name} is {value!r:.80}")
+            if type(value) is list and not all(type(entry) is str for entry in cast("list[object]", value)):
+                raise ProtocolError(f"READY field {name} holds something that is not a string")
         return cls(info)
 
 

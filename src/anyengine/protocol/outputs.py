@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from anyengine.errors import ProtocolError
+from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol import arrays, cbor
 from anyengine.types import FinishReason, TokenLogprobs
 
@@ -73,6 +73,11 @@ class StepOutputs:
     def __repr__(self) -> str:
         return f"<StepOutputs rows={len(self.handles)} tokens={len(self.token_ids)} details={len(self.details)}>"
 
+    def handle_bytes(self) -> bytes:
+        """The column of handles as it travels: u64, little-endian."""
+        handles = self.handles
+        return (handles if isinstance(handles, array | memoryview) else array("Q", handles)).tobytes()
+
     def rows(self) -> Iterator[tuple[int, Sequence[int], OutputDetails | None]]:
         """Row by row: handle, token ids, details."""
         if self.counts is None:
@@ -83,6 +88,13 @@ class StepOutputs:
         for row, (handle, count) in enumerate(zip(self.handles, self.counts, strict=True)):
             yield handle, self.token_ids[start : start + count], self.details.get(row)
             start += count
+
+    def check_endings(self) -> None:
+        """:raises ValueError: if requests end in this step and some request has more than one row"""
+        if not self.details or len(set(self.handles)) == len(self.handles):
+            return
+        if any(more.finish_reason is not None for more in self.details.values()):
+            raise ValueError("a request has more than one row in a step in which requests end")
 
     def select(self, keep: Iterable[bool]) -> StepOutputs:
         """The rows for which ``keep``, which has one entry a row, is true."""
@@ -105,7 +117,9 @@ def from_rows(rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -
 
 def encode_column(typecode: str, values: Sequence[int], buffers: list[cbor.Buffer]) -> bytes | int:
     """A column of u32 (``"I"``) or u64 (``"Q"``) as bytes, or as the index of the buffer that now holds them."""
-    data = array(typecode, values).tobytes() if not isinstance(values, array | memoryview) else values.tobytes()
+    if getattr(values, "typecode", getattr(values, "format", None)) != typecode:  # neither array nor memoryview of it
+        values = array(typecode, values)
+    data = cast("array[int] | memoryview", values).tobytes()
     if len(data) <= arrays.INLINE_LIMIT:
         return data
     buffers.append(data)
@@ -124,7 +138,7 @@ def decode_column(typecode: str, data: object, buffers: Sequence[memoryview], na
     else:
         raise ProtocolError(f"column {name} is neither bytes nor the index of one of {len(buffers)} buffers")
     try:
-        return view.cast(typecode)  # type: ignore[call-overload]
+        return cast("memoryview", view.cast(cast("Any", typecode)))
     except TypeError:
         raise ProtocolError(f"column {name} of {len(view)} bytes is cut in the middle of a number") from None
 
@@ -132,23 +146,24 @@ def decode_column(typecode: str, data: object, buffers: Sequence[memoryview], na
 def encode_details(details: OutputDetails, buffers: list[cbor.Buffer], path: str) -> dict[str, object]:
     """The map that travels for one row: only the fields that are set.
 
-    :raises UnencodableError: if a pooling output, event or transfer parameter cannot travel
+    :raises UnencodableError: if a field cannot travel, or is not what it should be
     """
     wire: dict[str, object] = {}
     if details.finish_reason is not None:
         wire["finish_reason"] = details.finish_reason
-    if details.stop_reason is not None:
-        wire["stop_reason"] = details.stop_reason
     if details.error is not None:
-        wire["error"] = details.error
+        wire["error"] = cbor.printable(details.error) if type(details.error) is str else details.error
     for name in ("logprobs", "prompt_logprobs"):
         positions = getattr(details, name)
         if positions is not None:
-            wire[name] = _encode_logprobs(positions)
-    for name in ("pooling_output", "kv_transfer_params", "events"):
+            wire[name] = _encode_logprobs(positions, f"{path}.{name}")
+    for name in ("stop_reason", "pooling_output", "kv_transfer_params", "events"):
         value = getattr(details, name)
         if value is not None:
             wire[name] = cbor.pack(value, buffers, path=f"{path}.{name}")
+    for name, value in wire.items():
+        if (problem := _problem(name, value)) is not None:
+            raise UnencodableError(f"{path}.{name}", problem)
     return wire
 
 
@@ -161,37 +176,52 @@ def decode_details(wire: object) -> OutputDetails:
         raise ProtocolError("the details of a row are not a map")
     fields = cast("dict[str, Any]", wire)
     for name, value in fields.items():
-        accepts = _DETAIL_TYPES.get(name)
-        if accepts is None or (accepts is not object and type(value) not in cast("tuple[type, ...]", accepts)):
-            raise ProtocolError(f"the details of a row hold {name!r}: {type(value).__name__}")
-    reason = fields.get("finish_reason")
-    if reason is not None and reason not in FINISH_REASONS:
-        raise ProtocolError(f"unknown finish reason {reason!r}")
+        if (problem := _problem(name, value)) is not None:
+            raise ProtocolError(f"the details of a row hold {name!r:.80}: {problem}")
+        if name in _OPEN_DETAILS:
+            cbor.expect_value(name, value)
     for name in ("logprobs", "prompt_logprobs"):
         if name in fields:
             fields[name] = _decode_logprobs(fields[name])
     return OutputDetails(**fields)
 
 
-_DETAIL_TYPES: dict[str, object] = {
+_DETAIL_TYPES: dict[str, tuple[type, ...] | None] = {
     "finish_reason": (str,),
     "stop_reason": (int, str),
     "error": (str,),
     "logprobs": (list,),
     "prompt_logprobs": (list,),
-    "pooling_output": object,
+    "pooling_output": None,
     "kv_transfer_params": (dict,),
     "events": (list,),
 }
+_OPEN_DETAILS = frozenset({"pooling_output", "kv_transfer_params", "events"})
 
 
-def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> list[bytes]:
+def _problem(name: str, value: object) -> str | None:
+    """What is wrong with one field of a row's details as it travels, if something is."""
+    if name not in _DETAIL_TYPES:
+        return "there is no such field"
+    accepted = _DETAIL_TYPES[name]
+    if value is None or (accepted is not None and type(value) not in accepted):
+        return f"unexpected {type(value).__name__}"
+    if name == "finish_reason" and value not in FINISH_REASONS:
+        return f"{value!r:.80} is not one of {', '.join(FINISH_REASONS)}"
+    return None
+
+
+def _encode_logprobs(positions: Sequence[TokenLogprobs], path: str) -> list[bytes]:
     """Three columns: entries per position (u32), token ids (u32), log-probabilities (f32)."""
     counts, tokens, values = array("I"), array("I"), array("f")
-    for position in positions:
-        counts.append(len(position))
-        tokens.extend(position.keys())
-        values.extend(position.values())
+    try:
+        for position in positions:
+            counts.append(len(position))
+            tokens.extend(position.keys())
+            values.extend(position.values())
+    except (TypeError, AttributeError, OverflowError) as error:
+        problem = f"not a list of mappings from u32 token ids to numbers: {error}"
+        raise UnencodableError(f"{path}[{max(len(counts) - 1, 0)}]", problem) from error
     return [counts.tobytes(), tokens.tobytes(), values.tobytes()]
 
 
@@ -207,6 +237,9 @@ def _decode_logprobs(wire: object) -> list[TokenLogprobs]:
     positions: list[TokenLogprobs] = []
     start = 0
     for count in counts:
-        positions.append(dict(zip(tokens[start : start + count], values[start : start + count], strict=True)))
+        position = dict(zip(tokens[start : start + count], values[start : start + count], strict=True))
+        if len(position) != count:
+            raise ProtocolError("logprobs name a token twice at one position")
+        positions.append(position)
         start += count
     return positions

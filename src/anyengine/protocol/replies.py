@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from anyengine.errors import CrashReport, ProtocolError
+from anyengine.errors import CrashReport, ProtocolError, UnencodableError
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type, expect_u64
 from anyengine.protocol.outputs import (
@@ -42,6 +42,7 @@ class Outputs(NamedTuple):
     def encode(self) -> Frames:
         buffers: Frames = []
         outputs = self.outputs
+        outputs.check_endings()
         body = [
             self.session,
             self.sequence,
@@ -49,7 +50,7 @@ class Outputs(NamedTuple):
             encode_column("Q", outputs.handles, buffers),
             None if outputs.counts is None else encode_column("I", outputs.counts, buffers),
             encode_column("I", outputs.token_ids, buffers),
-            {row: encode_details(more, buffers, f"outputs[{row}]") for row, more in outputs.details.items()},
+            {int(row): encode_details(more, buffers, f"outputs[{row}]") for row, more in outputs.details.items()},
         ]
         return [self.KIND, cbor.encode_plain(body), *buffers]
 
@@ -59,10 +60,12 @@ class Outputs(NamedTuple):
         session, sequence, step, handles, counts, token_ids, details = fields
         if type(session) is not int or type(sequence) is not int or type(step) is not int or type(details) is not dict:
             raise ProtocolError("OUTPUTS begins with session, sequence and step and ends with a map of details")
+        if session < 0 or sequence < 0 or step < 0:
+            raise ProtocolError("OUTPUTS begins with session, sequence and step, which are never negative")
         rows: dict[int, OutputDetails] = {}
         for row, more in cast("dict[object, object]", details).items():
             if type(row) is not int:
-                raise ProtocolError(f"OUTPUTS has details of row {row!r}")
+                raise ProtocolError(f"OUTPUTS has details of row {row!r:.80}")
             rows[row] = decode_details(more)
         try:
             outputs = StepOutputs(
@@ -71,8 +74,9 @@ class Outputs(NamedTuple):
                 None if counts is None else decode_column("I", counts, buffers, "counts"),
                 rows,
             )
+            outputs.check_endings()
         except ValueError as error:
-            raise ProtocolError(f"OUTPUTS columns disagree: {error}") from None
+            raise ProtocolError(f"OUTPUTS has impossible columns: {error}") from None
         return cls(session, sequence, step, outputs)
 
 
@@ -90,7 +94,9 @@ class UtilityResult(NamedTuple):
     def encode(self) -> Frames:
         buffers: Frames = []
         value = cbor.pack(self.value, buffers, path="result")
-        error = None if self.error is None else list(self.error)
+        error = None
+        if self.error is not None:
+            error = [None if text is None else cbor.printable(text) for text in self.error]
         return [self.KIND, cbor.encode_plain([self.session, self.sequence, self.call_id, error, value]), *buffers]
 
     @classmethod
@@ -104,7 +110,10 @@ class UtilityResult(NamedTuple):
             expect_type("UTILITY_RESULT error message", message, str)
             if traceback is not None:
                 expect_type("UTILITY_RESULT error traceback", traceback, str)
+            if value is not None:
+                raise ProtocolError("UTILITY_RESULT has both an error and a value")
             error = (kind, message, traceback)
+        cbor.expect_value("UTILITY_RESULT value", value)
         return cls(session, sequence, call_id, error, value)
 
 
@@ -118,7 +127,11 @@ class Stats(NamedTuple):
     figures: Mapping[str, float]
 
     def encode(self) -> Frames:
-        return [self.KIND, cbor.encode([self.session, self.sequence, self.figures], [], path="statistics")]
+        for name, figure in self.figures.items():
+            if type(name) is not str or type(figure) not in (int, float):
+                raise UnencodableError("statistics", f"{name!r:.80}: {figure!r:.80} is not a name with a number")
+        figures = cbor.pack(self.figures, [], path="statistics")
+        return [self.KIND, cbor.encode_plain([self.session, self.sequence, figures])]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Stats:
@@ -128,7 +141,7 @@ class Stats(NamedTuple):
         expect_type("STATS figures", figures, dict)
         for name, figure in figures.items():
             if type(name) is not str or type(figure) not in (int, float):
-                raise ProtocolError(f"STATS has {name!r}: {figure!r}")
+                raise ProtocolError(f"STATS has {name!r:.80}: {figure!r:.80}")
         return cls(session, sequence, figures)
 
 
@@ -164,7 +177,8 @@ class Dead(NamedTuple):
     traceback: str
 
     def encode(self) -> Frames:
-        return [self.KIND, cbor.encode_plain(list(self))]
+        texts = map(cbor.printable, (self.exception_type, self.exception_message, self.traceback))
+        return [self.KIND, cbor.encode_plain([self.session, self.sequence, *texts])]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Dead:

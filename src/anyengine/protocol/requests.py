@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
+from anyengine.protocol.arrays import is_array
 from anyengine.protocol.checks import expect_array, expect_type, expect_u64
 from anyengine.protocol.outputs import decode_column, encode_column
 from anyengine.protocol.sampling import decode_sampling, encode_sampling
@@ -43,6 +44,8 @@ class Add(NamedTuple):
         column = None if tokens is None else decode_column("I", tokens, buffers, "prompt_token_ids")
         if (column is None) == (embeds is None):
             raise ProtocolError("ADD carries either prompt_token_ids or prompt_embeds")
+        if embeds is not None and (not is_array(embeds) or len(embeds.shape) != 2):
+            raise ProtocolError("ADD prompt_embeds is not an array of tokens x hidden size")
         return cls(handle, column, embeds, decode_sampling(sampling))
 
 
@@ -75,7 +78,8 @@ class Utility(NamedTuple):
     def encode(self) -> Frames:
         buffers: Frames = []
         args = cbor.pack(list(self.args), buffers, path="args")
-        return [self.KIND, cbor.encode_plain([self.call_id, self.method, args]), *buffers]
+        method = cbor.pack(self.method, [], path="method")
+        return [self.KIND, cbor.encode_plain([self.call_id, method, args]), *buffers]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Utility:
@@ -83,6 +87,7 @@ class Utility(NamedTuple):
         expect_u64("UTILITY call id", call_id)
         expect_type("UTILITY method", method, str)
         expect_type("UTILITY args", args, list)
+        cbor.expect_value("UTILITY args", args)
         return cls(call_id, method, args)
 
 
@@ -106,11 +111,14 @@ class Init(NamedTuple):
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Init:
         version, session, address, path, arguments = expect_array("INIT", cbor.decode(body, buffers), 5)
-        expect_type("INIT version", version, int)
+        expect_u64("INIT version", version)
         expect_u64("INIT session", session)
         expect_type("INIT output address", address, str)
         expect_type("INIT path", path, str)
         expect_type("INIT arguments", arguments, dict)
+        cbor.expect_value("INIT arguments", arguments)
+        if not all(type(name) is str for name in arguments):
+            raise ProtocolError("INIT arguments have a name that is not a string")
         return cls(version, session, address, path, arguments)
 
 
@@ -128,7 +136,7 @@ class Shutdown(NamedTuple):
     def decode(cls, body: bytes, buffers: Buffers) -> Shutdown:
         (mode,) = expect_array("SHUTDOWN", cbor.decode_plain(body), 1)
         if mode not in ("abort", "drain"):
-            raise ProtocolError(f"unknown shutdown mode {mode!r}")
+            raise ProtocolError(f"unknown shutdown mode {mode!r:.80}")
         return cls(mode)
 
 

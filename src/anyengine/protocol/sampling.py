@@ -16,6 +16,7 @@ _DEFAULTS: dict[str, Any] = {
     field.name: field.default_factory() if callable(field.default_factory) else field.default
     for field in dataclasses.fields(SamplingParams)
 }
+_STRUCTURED: dict[str, tuple[type, ...]] = {"json": (str, dict), "regex": (str,), "choice": (list,), "grammar": (str,)}
 
 
 def sampling_differences(sampling: SamplingParams) -> dict[str, Any]:
@@ -37,9 +38,9 @@ def encode_sampling(sampling: SamplingParams, buffers: list[cbor.Buffer]) -> dic
         if name in fields:
             fields[name] = array("I", fields[name]).tobytes()
     if sampling.structured_outputs is not None:
-        shape = dataclasses.asdict(sampling.structured_outputs)
-        given = {name: value for name, value in shape.items() if value is not None}
-        fields["structured_outputs"] = cbor.pack(given, buffers, path="structured_outputs")
+        given = {name: getattr(sampling.structured_outputs, name) for name in _STRUCTURED}
+        given = {name: value for name, value in given.items() if value is not None}
+        fields["structured_outputs"] = cbor.pack(given, buffers, path="SamplingParams.structured_outputs")
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(fields["logit_bias"])
     if "extra" in fields:
@@ -54,12 +55,28 @@ def decode_sampling(wire: object) -> SamplingParams:
     """
     expect_type("ADD sampling", wire, dict)
     fields = dict(cast("dict[str, Any]", wire))
+    for name, value in fields.items():
+        if value is None:
+            raise ProtocolError(f"ADD carries null for {name!r:.80}; what has its default value is left out")
+    cbor.expect_value("ADD extra sampling parameters", fields.get("extra"))
     for name in ("stop_token_ids", "allowed_token_ids"):
         if name in fields:
             fields[name] = decode_column("I", fields[name], (), name).tolist()
     try:
         if "structured_outputs" in fields:
-            fields["structured_outputs"] = StructuredOutputs(**fields["structured_outputs"])
+            fields["structured_outputs"] = _decode_structured(fields["structured_outputs"])
         return SamplingParams(**fields)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"ADD carries impossible sampling parameters: {error}") from None
+
+
+def _decode_structured(wire: object) -> StructuredOutputs:
+    expect_type("ADD structured_outputs", wire, dict)
+    fields = cast("dict[str, Any]", wire)
+    for name, value in fields.items():
+        if type(value) not in _STRUCTURED.get(name, ()):
+            raise ProtocolError(f"ADD structured_outputs has {name!r:.80}: {type(value).__name__}")
+    cbor.expect_value("ADD structured_outputs", fields)
+    if not all(type(choice) is str for choice in fields.get("choice", ())):
+        raise ProtocolError("ADD structured_outputs has a choice that is not a string")
+    return StructuredOutputs(**fields)

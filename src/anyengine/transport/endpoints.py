@@ -14,6 +14,7 @@ from typing import Literal
 import zmq
 
 from anyengine.protocol.bootstrap import CurveKeys
+from anyengine.transport import collector
 from anyengine.transport.sockets import Socket
 
 TransportName = Literal["ipc", "tcp"]
@@ -47,7 +48,7 @@ class SocketDirectory:
 
 
 def _base_directory() -> Path:
-    for candidate in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
+    for candidate in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):  # noqa: S108 - mkdtemp makes what is used
         if len(os.fsencode(candidate)) <= _LONGEST_BASE and os.access(candidate, os.W_OK | os.X_OK):
             return Path(candidate)
     raise OSError(
@@ -87,7 +88,6 @@ class Endpoints:
             server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
             public, secret = (key.decode() for key in zmq.curve_keypair())
             self.keys = CurveKeys(server_public, public, secret)
-        self._raw: list[zmq.Socket[bytes]] = []
         try:
             router, self.input_address = self._bind(zmq.ROUTER, "in", server_secret)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -99,7 +99,7 @@ class Endpoints:
             if self._directory is not None:
                 self._directory.close()
             raise
-        self._pull = pull
+        collector.acquire()
         self.router = Socket(router, routed=True)
         self.pull = Socket(pull)
         self.disconnections = Socket(monitor)
@@ -126,5 +126,6 @@ class Endpoints:
     def close(self) -> None:
         """End the context and remove the directory, after :meth:`close_sockets`; blocks for a moment."""
         self._context.term()
+        collector.release()
         if self._directory is not None:
             self._directory.close()

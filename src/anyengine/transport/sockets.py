@@ -22,7 +22,7 @@ class Socket:
     def __init__(self, raw: zmq.Socket[bytes], *, routed: bool = False) -> None:
         self._raw = raw
         self._routed = routed
-        self._fd: int = raw.getsockopt(zmq.FD)
+        self._fd = int(raw.getsockopt(zmq.FD))
         self._closed = False
         self._parked: anyio.CancelScope | None = None
 
@@ -49,7 +49,7 @@ class Socket:
             if self._closed:
                 raise anyio.ClosedResourceError
             # Reading EVENTS also re-arms the file descriptor. It must come after the last failed receive.
-            if self._raw.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if self._input_waits():
                 return slept
             if self._parked is not None:
                 raise anyio.BusyResourceError("waiting on")
@@ -71,8 +71,11 @@ class Socket:
         try:
             return frames.send_tracked(self._raw, message)
         finally:
-            if self._parked is not None and self._raw.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if self._parked is not None and self._input_waits():
                 self._parked.cancel()
+
+    def _input_waits(self) -> bool:
+        return bool(int(self._raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def close(self) -> None:
         """Close it, dropping what is unsent; a task that waits gets ClosedResourceError."""
@@ -81,5 +84,6 @@ class Socket:
         # In this order and without a checkpoint between: the waiter must find it closed, and nobody may wait on a file
         # descriptor whose number somebody else can get.
         self._closed = True
-        anyio.notify_closing(self._fd)
+        if self._parked is not None:
+            anyio.notify_closing(self._fd)
         self._raw.close(linger=0)

@@ -112,7 +112,8 @@ def _convert(source: Path, target: Path, progress: ProgressReporter) -> None:
     reader = gguf.GGUFReader(str(source))
     config = _config(reader, transformers)
     config.save_pretrained(target)
-    transformers.GenerationConfig.from_model_config(config).save_pretrained(target)
+    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    transformers.GenerationConfig(**special).save_pretrained(target)
     tensors: dict[str, Any] = {}
     for index, tensor in enumerate(reader.tensors):
         progress(STAGE, 0.2 + 0.3 * index / len(reader.tensors))

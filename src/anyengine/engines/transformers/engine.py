@@ -235,7 +235,7 @@ class TransformersEngine(EngineCore):
         hidden = self._model.hidden_size
         try:
             embeds = torch.as_tensor(value.to_torch() if hasattr(value, "to_torch") else value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise RequestError(f"prompt_embeds cannot become a torch tensor: {error}") from error
         if embeds.ndim != 2 or embeds.shape[1] != hidden or not embeds.is_floating_point():
             raise RequestError(

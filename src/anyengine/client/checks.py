@@ -1,7 +1,8 @@
-"""Checks of what a request is made of, at the call and before anything is sent."""
+"""Checks of what callers pass, at the call and before anything is sent."""
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Sequence
@@ -93,3 +94,15 @@ def check_request_id(request_id: object) -> str | None:
     if request_id == "":
         raise RequestError("request_id='': expected a string with at least one character, or None")
     return request_id
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Check a limit in seconds.
+
+    :raises TypeError: if ``value`` is not a number
+    :raises ValueError: if it is not above 0
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a number of seconds")
+    if value <= 0:
+        raise ValueError(f"{name}={value!r}: expected more than 0 seconds")

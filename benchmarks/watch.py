@@ -1,0 +1,63 @@
+"""What a stretch of code costs its process, and how long it kept the event loop from everybody else."""
+
+from __future__ import annotations
+
+import gc
+import time
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+SAMPLE_EVERY = 0.001
+"""Seconds between two looks at the event loop."""
+
+
+class Watch:
+    """Measures a block: ``seconds`` on the clock, ``cpu`` seconds of this process, ``pause`` of the loop in seconds.
+
+    The pause is the longest time by which a task that sleeps for :data:`SAMPLE_EVERY` woke up late.
+    """
+
+    seconds = 0.0
+    cpu = 0.0
+    pause = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._group = anyio.create_task_group()
+        await self._group.__aenter__()
+        await self._group.start(self._sample)
+        gc.collect()
+        self._cpu_at_start = time.process_time()
+        self._started = time.perf_counter()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        self.seconds = time.perf_counter() - self._started
+        self.cpu = time.process_time() - self._cpu_at_start
+        self.pause = max(self.pause, time.perf_counter() - self._expected)
+        self._group.cancel_scope.cancel()
+        return await self._group.__aexit__(kind, error, traceback)
+
+    async def _sample(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        self._expected = time.perf_counter() + SAMPLE_EVERY
+        task_status.started()
+        self._expected = time.perf_counter() + SAMPLE_EVERY
+        first = True
+        while True:
+            await anyio.sleep(SAMPLE_EVERY)
+            now = time.perf_counter()
+            if not first:  # the first sleep began before the block
+                self.pause = max(self.pause, now - self._expected)
+            first = False
+            self._expected = now + SAMPLE_EVERY
+
+    def figures(self, outputs: int) -> dict[str, float]:
+        """The block's figures, ``outputs`` being the number of rows it brought."""
+        return {
+            "outputs_per_s": outputs / self.seconds,
+            "cpu_us_per_output": self.cpu / outputs * 1e6,
+            "pause_ms": self.pause * 1e3,
+        }

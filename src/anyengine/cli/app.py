@@ -1,0 +1,106 @@
+"""The commands and their arguments."""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import importlib.util
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand
+
+from anyengine.cli import INSTALL
+from anyengine.cli.generate import Job, run
+from anyengine.cli.text import DEFAULT
+from anyengine.types import SamplingParams
+
+app = typer.Typer(
+    name="anyengine",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Backend(enum.StrEnum):
+    """The async libraries that the client runs on."""
+
+    TRIO = "trio"
+    ASYNCIO = "asyncio"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"anyengine {importlib.metadata.version('anyengine')}")
+        raise typer.Exit
+
+
+@app.callback()
+def anyengine(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run an LLM engine in a child process."""
+
+
+class _Generate(TyperCommand):
+    def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:
+        # An optional argument before a required one is more than Typer's parser knows, see _model_and_prompt.
+        return ["[OPTIONS]", "[MODEL] PROMPT"]
+
+
+@app.command(cls=_Generate)
+def generate(
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT",
+            help="The model, a directory in Hugging Face's format or 'default' (SmolLM2-135M-Instruct, converted once "
+            "into a cache), and the text to go on from. With one argument the model is 'default'.",
+            show_default=False,
+        ),
+    ],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Generate at most so many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="random")] = None,
+    backend: Annotated[Backend, typer.Option(help="The async library to run on.")] = Backend.ASYNCIO,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Ask the prompt as a question, by the model's chat template.")
+    ] = False,
+) -> None:
+    """Load a model in a child process and stream its answer.
+
+    The text goes to stdout, everything else to stderr. Ctrl-C aborts the request and ends the engine.
+    """
+    model, prompt = _model_and_prompt(texts)
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if backend is Backend.TRIO and importlib.util.find_spec("trio") is None:
+        sys.exit("anyengine: --backend trio needs the package 'trio': pip install 'anyengine[trio]'")
+    if missing:
+        sys.exit(f"anyengine: generating needs the packages {missing}: {INSTALL}")
+    try:
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=secrets.randbits(31) if seed is None else seed,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(run(Job(model, prompt, sampling, chat), backend.value))
+
+
+def _model_and_prompt(texts: list[str]) -> tuple[str, str]:
+    model, prompt = (DEFAULT, texts[0]) if len(texts) == 1 else texts[:2]
+    if len(texts) > 2:
+        raise typer.BadParameter(f"{len(texts)} arguments are too many; put the prompt in quotes", param_hint="PROMPT")
+    if not prompt:
+        raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
+    if len(texts) == 1 and (prompt == DEFAULT or Path(prompt).is_dir()):
+        raise typer.BadParameter(f"there is only the model {prompt!r}, and no prompt", param_hint="PROMPT")
+    return model, prompt

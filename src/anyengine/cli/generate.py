@@ -1,0 +1,115 @@
+"""``anyengine generate``: one engine, one request, its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskStatus
+
+from anyengine import EngineClient, EngineError, EngineSpec, SamplingParams, ShutdownPolicy, open_engine_client
+from anyengine.cli.terminal import Figures, LoadingBar, Terminal, TextOutput
+from anyengine.cli.text import DEFAULT, ModelError, ModelText, model_directory
+
+ENGINE = "anyengine.engines.transformers:TransformersEngine"
+
+SHUTDOWN = ShutdownPolicy(grace=0.5, terminate=0.25)
+"""Somebody waits at the prompt, and nothing in this engine is worth waiting for."""
+
+CHUNK = 256
+"""Tokens of a prompt that are computed in one step. An abort takes effect between steps, and Ctrl-C waits for it."""
+
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What to generate: ``model`` is a directory or ``"default"``, ``chat`` asks by the model's chat template."""
+
+    model: str
+    prompt: str
+    sampling: SamplingParams
+    chat: bool
+
+
+def run(job: Job, backend: str) -> int:
+    """Do the job and return the exit code: 0, 1 after an error, 128 + N after signal N."""
+    return anyio.run(_Generation(job).run, backend=backend)
+
+
+class _Generation:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._terminal = Terminal()
+        self._output = TextOutput()
+        self._figures = Figures()
+        self._signal: signal.Signals | None = None
+
+    async def run(self) -> int:
+        code = 0
+        async with anyio.create_task_group() as group:
+            scope = await group.start(self._await_signal)
+            with scope:
+                code = await self._generate_or_explain()
+            group.cancel_scope.cancel()
+        if self._signal is None:
+            return code
+        if self._figures.sent_at is None:
+            self._terminal.note(f"interrupted by {self._signal.name} before the request was sent")
+        else:
+            self._terminal.note(f"interrupted by {self._signal.name}: request aborted, {self._figures.describe()}")
+        return 128 + self._signal
+
+    async def _await_signal(self, *, task_status: TaskStatus[anyio.CancelScope]) -> None:
+        """Cancel the scope on the first signal. Later ones change nothing: what happens then is bounded."""
+        scope = anyio.CancelScope()
+        # A signal that is ignored from the start (nohup, a shell's background job) stays ignored.
+        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
+        with anyio.open_signal_receiver(*numbers) as signals:
+            task_status.started(scope)
+            async for number in signals:
+                if self._signal is None:
+                    self._signal = number
+                    scope.cancel()
+                    if self._figures.sent_at is not None:
+                        self._output.end_line(echoed=number == signal.SIGINT)
+
+    async def _generate_or_explain(self) -> int:
+        try:
+            await self._generate()
+        except BrokenPipeError:
+            return BROKEN_PIPE
+        except (EngineError, ModelError, OSError) as error:
+            self._output.end_line()
+            self._terminal.error(error)
+            return 1
+        return 0
+
+    async def _generate(self) -> None:
+        job = self._job
+        directory = model_directory(job.model)
+        # Before the engine starts, if the files are there: what is wrong with them is known at once then.
+        text = ModelText(directory, chat=job.chat) if directory.is_dir() else None
+        model = job.model if job.model == DEFAULT else str(directory)
+        spec = EngineSpec(ENGINE, {"model": model, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK})
+        with LoadingBar(self._terminal) as bar:
+            async with open_engine_client(spec, on_progress=bar.update, shutdown=SHUTDOWN) as client:
+                if text is None:
+                    text = await to_thread.run_sync(lambda: ModelText(directory, chat=job.chat))
+                bar.close()
+                await self._stream(client, text)
+                self._output.end_line()
+                self._terminal.note(self._figures.describe())
+
+    async def _stream(self, client: EngineClient, text: ModelText) -> None:
+        prompt = text.encode(self._job.prompt)
+        decoder = text.decoder(prompt)
+        self._figures.send()
+        async with client.open_request(prompt, self._job.sampling) as request:
+            async for output in request:
+                self._figures.count(len(output.token_ids))
+                self._figures.finish_reason = output.finish_reason
+                await self._output.write(decoder.decode(output.token_ids))

@@ -1,0 +1,209 @@
+"""Bad input is refused at the call, by name, before anything is sent; whatever else runs goes on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from anyengine import (
+    EngineClient,
+    EngineError,
+    EngineSpec,
+    RequestError,
+    SamplingParams,
+    ShutdownPolicy,
+    StructuredOutputs,
+    UnencodableError,
+    UtilityError,
+    open_engine_client,
+)
+from anyengine.testing import scripted_spec
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    async with open_engine_client(scripted_spec(vocab_size=100, max_model_len=32)) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "words"),
+    [
+        ([], RequestError, ["prompt_token_ids", "at least one"]),
+        ("text", TypeError, ["prompt_token_ids", "'text'", "tokenize"]),
+        (b"text", TypeError, ["prompt_token_ids"]),
+        ([1, -1], RequestError, ["prompt_token_ids[1]=-1", "4294967295"]),
+        ([2**32], RequestError, ["prompt_token_ids[0]=4294967296"]),
+        ([1, 2.5], TypeError, ["prompt_token_ids[1]=2.5", "float"]),
+        ([1, "2"], TypeError, ["prompt_token_ids[1]='2'"]),
+        ([None], TypeError, ["prompt_token_ids[0]=None"]),
+        (7, TypeError, ["prompt_token_ids=7", "int"]),
+        ({1, 2}, TypeError, ["prompt_token_ids", "set"]),
+        (None, TypeError, ["prompt_token_ids", "prompt_embeds"]),
+    ],
+)
+async def test_prompts(client: EngineClient, prompt: Any, error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as at_call:
+        client.open_request(prompt)
+    for word in words:
+        assert word in str(at_call.value)
+    with pytest.raises(error):
+        await client.generate(prompt)
+    with pytest.raises(error):
+        await client.add_request(prompt)
+    assert client.statistics().live_requests == 0
+
+
+async def test_embeddings_that_the_engine_does_not_take(client: EngineClient) -> None:
+    import numpy
+
+    with pytest.raises(TypeError, match="prompt_embeds"):
+        client.open_request(prompt_embeds=[[1.0]])
+    with pytest.raises(TypeError, match="exactly one"):
+        client.open_request([1], prompt_embeds=numpy.zeros((1, 2)))
+    with pytest.raises(RequestError, match=r"shape \[3\]"):
+        client.open_request(prompt_embeds=numpy.zeros(3))
+    with pytest.raises(RequestError, match="'scripted' takes prompt_token_ids only"):
+        client.open_request(prompt_embeds=numpy.zeros((1, 2)))
+
+
+async def test_numpy_token_ids_are_taken(client: EngineClient) -> None:
+    import numpy
+
+    completion = await client.generate(numpy.array([5, 6]), SamplingParams(max_tokens=1))  # type: ignore[arg-type]
+    assert completion.token_ids == [7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_tokens": 0}, RequestError, ["max_tokens=0"]),
+        ({"max_tokens": "4"}, TypeError, ["max_tokens='4'"]),
+        ({"max_tokens": True}, TypeError, ["max_tokens=True"]),
+        ({"min_tokens": 20, "max_tokens": 10}, RequestError, ["min_tokens=20", "max_tokens=10"]),
+        ({"temperature": -0.1}, RequestError, ["temperature=-0.1"]),
+        ({"temperature": float("nan")}, RequestError, ["temperature=nan"]),
+        ({"temperature": float("inf")}, RequestError, ["temperature=inf"]),
+        ({"top_p": 0.0}, RequestError, ["top_p=0.0"]),
+        ({"top_p": 1.5}, RequestError, ["top_p=1.5"]),
+        ({"top_k": -2}, RequestError, ["top_k=-2"]),
+        ({"seed": 1.5}, TypeError, ["seed=1.5"]),
+        ({"seed": 2**63}, RequestError, ["seed="]),
+        ({"stop_token_ids": [-1]}, RequestError, ["stop_token_ids", "-1"]),
+        ({"stop_token_ids": ["x"]}, TypeError, ["stop_token_ids", "'x'"]),
+        ({"stop_token_ids": 5}, TypeError, ["stop_token_ids=5"]),
+        ({"logit_bias": {1: "x"}}, TypeError, ["logit_bias[1]", "'x'"]),
+        ({"logit_bias": {2**32: 1.0}}, RequestError, ["logit_bias", str(2**32)]),
+        ({"allowed_token_ids": []}, RequestError, ["allowed_token_ids"]),
+        ({"repetition_penalty": 0}, RequestError, ["repetition_penalty=0"]),
+        ({"structured_outputs": "json"}, TypeError, ["structured_outputs='json'"]),
+        ({"extra": {1: 2}}, TypeError, ["extra", "string keys"]),
+        ({"temprature": 1.0}, TypeError, ["temprature"]),
+    ],
+)
+def test_sampling_parameters(arguments: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        SamplingParams(**arguments)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_structured_outputs_take_exactly_one_shape() -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        StructuredOutputs()
+    with pytest.raises(ValueError, match="exactly one"):
+        StructuredOutputs(regex="a", choice=["b"])
+
+
+async def test_what_the_engine_does_not_support_is_refused_by_name(client: EngineClient) -> None:
+    with pytest.raises(RequestError, match=r"top_p=0\.5.*'scripted' does not support it; it supports max_tokens"):
+        client.open_request([1], SamplingParams(top_p=0.5))
+    with pytest.raises(RequestError, match="structured_outputs"):
+        client.open_request([1], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
+    with pytest.raises(TypeError, match="sampling_params"):
+        client.open_request([1], {"max_tokens": 4})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("request_id", "error"), [("", RequestError), (7, TypeError)])
+async def test_request_ids(client: EngineClient, request_id: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="request_id"):
+        client.open_request([1], request_id=request_id)
+
+
+async def test_what_the_engine_refuses_fails_that_request_alone(client: EngineClient) -> None:
+    async with client.open_request([1], SamplingParams(max_tokens=20)) as other:
+        with pytest.raises(RequestError, match="prompt has 40 tokens, but max_model_len is 32"):
+            await client.generate([1] * 40)
+        with pytest.raises(RequestError, match="100 is not below vocab_size 100"):
+            async with client.open_request([100]) as request:
+                async for _ in request:
+                    pass
+        handle = await client.add_request([100])
+        step = await client.get_output()
+        assert list(step.handles) == [handle]
+        assert step.details[0].finish_reason == "error"
+        assert "vocab_size" in (step.details[0].error or "")
+        assert [token async for output in other for token in output.token_ids] == list(range(2, 22))
+    assert client.statistics().live_requests == 0
+
+
+async def test_utility_calls(client: EngineClient) -> None:
+    with pytest.raises(UtilityError, match=r"no such utility; it has abort, echo"):
+        await client.call_utility("__init__")
+    with pytest.raises(UtilityError, match="'step'"):
+        await client.call_utility("step")  # a method of the engine, but not marked
+    with pytest.raises(TypeError, match="method=7"):
+        await client.call_utility(7)  # type: ignore[arg-type]
+    with pytest.raises(UnencodableError, match=r"args\[0\]\['f'\]\[1\]: <built-in function len>"):
+        await client.call_utility("echo", {"f": [0, len]})
+    with pytest.raises(UnencodableError, match=r"args\[0\].*64 bits"):
+        await client.call_utility("echo", 2**70)
+    with pytest.raises(ValueError, match="timeout=-1"):
+        await client.call_utility("echo", 1, timeout=-1)
+    with pytest.raises(TypeError, match="timeout="):
+        await client.call_utility("echo", 1, timeout="2")  # type: ignore[arg-type]
+    with pytest.raises(UtilityError, match="missing 1 required positional argument"):
+        await client.call_utility("echo")
+    with pytest.raises(ValueError, match="timeout"):
+        client.health(timeout=0)
+    assert client.statistics().pending_calls == 0
+    assert await client.call_utility("echo", "still here") == "still here"
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [("no_colon", ValueError), ("a:b:c", ValueError), ("a b:C", ValueError), (":C", ValueError), (7, TypeError)],
+)
+def test_engine_paths(path: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"EngineSpec\.path"):
+        EngineSpec(path)
+
+
+def test_arguments_of_open_engine_client() -> None:
+    with pytest.raises(TypeError, match="spec='scripted'"):
+        open_engine_client("scripted")  # type: ignore[arg-type]
+    with pytest.raises(UnencodableError, match=r"EngineSpec\.arguments\['device'\]"):
+        open_engine_client(EngineSpec("a:B", {"device": object()}))
+    with pytest.raises(TypeError, match=r"EngineSpec\.arguments"):
+        EngineSpec("a:B", [1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on_death='explode'"):
+        open_engine_client(scripted_spec(), on_death="explode")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="transport='udp'"):
+        open_engine_client(scripted_spec(), transport="udp")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="shutdown=3"):
+        open_engine_client(scripted_spec(), shutdown=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="grace=-1"):
+        ShutdownPolicy(grace=-1)
+
+
+def test_every_error_of_the_package_is_an_engine_error() -> None:
+    import anyengine
+
+    for name in anyengine.__all__:
+        value = getattr(anyengine, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert issubclass(value, EngineError)

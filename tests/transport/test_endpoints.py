@@ -1,0 +1,105 @@
+"""Where sockets are bound: private, short, gone afterwards; and CURVE where asked."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import zmq
+from tests.helpers import until_sync
+
+from anyengine.transport.endpoints import Endpoints, SocketDirectory
+
+
+def close(endpoints: Endpoints) -> None:
+    endpoints.close_sockets()
+    endpoints.close()
+
+
+def test_the_directory_is_private_and_gone_after_close() -> None:
+    directory = SocketDirectory()
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    directory.close()
+    assert not directory.path.exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 120, "ü" * 60, "short"])
+def test_any_tmpdir_gives_a_path_that_a_socket_can_have(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / name
+    base.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    endpoints = Endpoints("ipc")
+    try:
+        for address in (endpoints.input_address, endpoints.output_address):
+            path = address.removeprefix("ipc://")
+            assert len(os.fsencode(path)) <= 107
+            assert stat.S_ISSOCK(os.stat(path).st_mode)
+    finally:
+        close(endpoints)
+
+
+def test_many_clients_have_addresses_of_their_own() -> None:
+    many = [Endpoints("ipc") for _ in range(8)]
+    assert len({endpoints.input_address for endpoints in many}) == 8
+    for endpoints in many:
+        close(endpoints)
+
+
+def test_what_a_killed_process_left_is_swept_and_what_a_living_one_has_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="ae", dir="/tmp") as base:
+        monkeypatch.setattr(tempfile, "tempdir", base)
+        living = SocketDirectory()
+        code = (
+            "import os, tempfile, sys, signal; tempfile.tempdir = sys.argv[1]\n"
+            "from anyengine.transport.endpoints import Endpoints\n"
+            "endpoints = Endpoints('ipc'); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        subprocess.run([sys.executable, "-c", code, base], check=False)
+        assert len(os.listdir(base)) == 2
+        another = SocketDirectory()
+        assert sorted(os.listdir(base)) == sorted([living.path.name, another.path.name])
+        living.close()
+        another.close()
+        assert os.listdir(base) == []
+
+
+def test_no_usable_directory_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *arguments: False)
+    with pytest.raises(OSError, match="no directory for sockets"):
+        SocketDirectory()
+
+
+def test_tcp_is_loopback_only_and_a_peer_without_the_key_is_not_heard() -> None:
+    endpoints = Endpoints("tcp")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        assert endpoints.input_address.startswith("tcp://127.0.0.1:")
+        assert endpoints.output_address.startswith("tcp://127.0.0.1:")
+        assert endpoints.keys is not None
+        stranger = context.socket(zmq.PUSH)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED)
+        stranger.connect(endpoints.output_address)
+        stranger.send(b"without a key")
+        assert monitor.poll(5000), "the handshake of a peer without the key has to fail"
+        friend = context.socket(zmq.PUSH)
+        friend.setsockopt_string(zmq.CURVE_SERVERKEY, endpoints.keys.server_public)
+        friend.setsockopt_string(zmq.CURVE_PUBLICKEY, endpoints.keys.public)
+        friend.setsockopt_string(zmq.CURVE_SECRETKEY, endpoints.keys.secret)
+        friend.connect(endpoints.output_address)
+        friend.send_multipart([b"with", b"the key"])
+        received: list[object] = []
+        until_sync(lambda: received.append(endpoints.pull.receive_nowait()) or received[-1] is not None)
+        assert received[-1] == [b"with", b"the key"]
+        assert endpoints.pull.receive_nowait() is None
+    finally:
+        context.destroy(linger=0)
+        close(endpoints)
