@@ -106,10 +106,3 @@ def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process, to the nanosecond."""
-    total = 0
-    for statistics in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        total += int(statistics.read_text().split()[0])
-    return total / 1e9

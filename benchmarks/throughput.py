@@ -34,7 +34,7 @@ async def whole_steps(client: EngineClient, rows: int, steps: int) -> dict[str, 
     kept: list[tuple[int, Sequence[int]]] = []
     seen = step = 0
     last = (rows - 1) * SPREAD
-    watch = Watch()
+    watch = Watch(client.health().pid)
     async with watch:
         await client.call_utility("release")
         while seen < rows * steps:
@@ -62,7 +62,7 @@ async def whole_steps_of_baseline(client: BaselineClient, rows: int, steps: int)
     kept = []
     seen = step = 0
     last = (rows - 1) * SPREAD
-    watch = Watch()
+    watch = Watch(client.process.pid)
     async with watch:
         await client.call_utility("release")
         while seen < rows * steps:
@@ -104,7 +104,7 @@ async def streams(client: EngineClient, rows: int, steps: int) -> dict[str, floa
         _check_stream(row, tokens, steps)
 
     checked = anyio.Event()
-    watch = Watch()
+    watch = Watch(client.health().pid)
     async with anyio.create_task_group() as readers:
         for row in range(rows):
             readers.start_soon(read, row)
@@ -136,7 +136,7 @@ async def streams_of_baseline(client: BaselineClient, rows: int, steps: int) -> 
         _check_stream(row, tokens, steps)
 
     checked = anyio.Event()
-    watch = Watch()
+    watch = Watch(client.process.pid)
     async with anyio.create_task_group() as readers:
         for row in range(rows):
             readers.start_soon(read, row)

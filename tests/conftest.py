@@ -50,8 +50,9 @@ def _threads() -> set[str]:
 
 
 @pytest.fixture
-def leaves_nothing() -> Iterator[None]:
+def leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail the test if it leaves a process, thread, descriptor or socket directory behind."""
+    tmp_path_factory.getbasetemp()  # pytest's own directory must not be made in the one that is looked at
     before = _descriptors(), _children(), _threads()
     directory = tempfile.mkdtemp(prefix="ae", dir="/tmp")
     previous, tempfile.tempdir = tempfile.tempdir, directory

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import importlib.metadata
 import importlib.util
+import os
 import secrets
 import sys
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -50,7 +50,7 @@ def anyengine(
 
 
 class _Generate(TyperCommand):
-    def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
         # An optional argument before a required one is more than Typer's parser knows, see _model_and_prompt.
         return ["[OPTIONS]", "[MODEL] PROMPT"]
 
@@ -83,7 +83,7 @@ def generate(
     if backend is Backend.TRIO and importlib.util.find_spec("trio") is None:
         sys.exit("anyengine: --backend trio needs the package 'trio': pip install 'anyengine[trio]'")
     if missing:
-        sys.exit(f"anyengine: generating needs the packages {missing}: {INSTALL}")
+        sys.exit(f"anyengine: generating needs {' and '.join(missing)}: {INSTALL}")
     try:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -101,6 +101,6 @@ def _model_and_prompt(texts: list[str]) -> tuple[str, str]:
         raise typer.BadParameter(f"{len(texts)} arguments are too many; put the prompt in quotes", param_hint="PROMPT")
     if not prompt:
         raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
-    if len(texts) == 1 and (prompt == DEFAULT or Path(prompt).is_dir()):
+    if len(texts) == 1 and (prompt == DEFAULT or os.path.isdir(prompt)):
         raise typer.BadParameter(f"there is only the model {prompt!r}, and no prompt", param_hint="PROMPT")
     return model, prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import signal
 
 import anyio
@@ -36,6 +37,9 @@ class Job:
 
 def run(job: Job, backend: str) -> int:
     """Do the job and return the exit code: 0, 1 after an error, 128 + N after signal N."""
+    # The client's warnings are for programs that go on. Here whatever matters ends the program, by an exception, and
+    # that SHUTDOWN is shorter than some engine would like is no news.
+    logging.getLogger("anyengine").setLevel(logging.ERROR)
     return anyio.run(_Generation(job).run, backend=backend)
 
 

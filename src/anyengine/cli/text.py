@@ -7,6 +7,7 @@ that only talks.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +33,9 @@ def model_directory(model: str) -> Path:
     if model == DEFAULT:
         return cache_directory() / NAME
     directory = Path(model).expanduser().absolute()
-    if not directory.is_dir():
-        problem = "it is not a directory" if directory.exists() else "there is no such directory"
+    # os.path and not Path: a prompt in the place of the model may be longer than any path.
+    if not os.path.isdir(directory):
+        problem = "it is not a directory" if os.path.exists(directory) else "there is no such directory"
     elif missing := [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]:
         problem = f"it has no {' and no '.join(missing)}"
     else:

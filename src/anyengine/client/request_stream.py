@@ -100,7 +100,9 @@ class RequestStream:
         self.release()
 
     def release(self) -> None:
-        """The engine has let go of this aborted request."""
+        """The engine has let go of this request, which the client aborted; who still reads it gets an end."""
+        if self._finish is None and self._error is None:
+            self.push_row((), OutputDetails(finish_reason="abort"))
         if self._released is not None:
             self._released.set()
 

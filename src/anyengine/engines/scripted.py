@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -351,7 +352,10 @@ def _fail(fault: LoadFault | None) -> None:
 def _sleep_in_c(seconds: float, *, hold_gil: bool) -> None:
     library = ctypes.PyDLL(None) if hold_gil else ctypes.CDLL(None)
     microseconds = math.ceil(seconds * 1e6)
+    # Like a native call that does not come back for a signal; usleep would.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     while microseconds > 0:  # usleep takes less than a second at a time
         chunk = min(microseconds, 900_000)
         library.usleep(chunk)
         microseconds -= chunk
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

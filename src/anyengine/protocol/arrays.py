@@ -74,9 +74,10 @@ class WireArray:
             # torch knows one byte order only.
             return cast("Any", torch).from_numpy(self.to_numpy().astype(_numpy_name(self.dtype)))
         dtype: torch.dtype = getattr(torch, self.dtype if self.library == "torch" else _numpy_name(self.dtype))
-        if self.data.nbytes == 0:
-            return torch.empty(self.shape, dtype=dtype)
-        flat = torch.frombuffer(self._aligned(), dtype=torch.uint8)
+        if self.data.nbytes:
+            flat = torch.frombuffer(self._aligned(), dtype=torch.uint8)
+        else:
+            flat = torch.empty(0, dtype=torch.uint8)
         return flat.view(dtype).reshape(self.shape)
 
     def to_numpy(self) -> Any:

@@ -83,20 +83,21 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
 
 
 def _pack_object(value: object, buffers: list[Buffer], first: int, path: str, depth: int) -> Any:
-    for plain in (int, float, str, bytes):
-        if isinstance(value, plain):  # signal.SIGKILL, members of a StrEnum: they arrive as what they are equal to
-            return _pack(plain.__new__(plain, value), buffers, first, path, depth + 1)
+    plain = _plain(value)
+    if plain is not None:
+        return _pack(plain, buffers, first, path, depth)
     if isinstance(value, list | tuple):
         items = cast("Sequence[object]", value)
         return [_pack(item, buffers, first, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
     if isinstance(value, Mapping):
         packed: dict[Any, Any] = {}
         for key, item in cast("Mapping[object, object]", value).items():
-            if type(key) is not str and type(key) is not int:
+            name = key if type(key) is str or type(key) is int else _plain(key)
+            if (type(name) is not str and type(name) is not int) or isinstance(key, bool):
                 raise UnencodableError(path, f"the key {_show(key)} ({_name(key)}) is neither a string nor an integer")
-            shown = _show(key)
-            _pack(key, buffers, first, f"{path} key {shown}", depth)
-            packed[key] = _pack(item, buffers, first, f"{path}[{shown}]", depth + 1)
+            shown = _show(name)
+            _pack(name, buffers, first, f"{path} key {shown}", depth)
+            packed[name] = _pack(item, buffers, first, f"{path}[{shown}]", depth + 1)
         return packed
     if isinstance(value, bytearray | memoryview):
         return bytes(cast("Buffer", value))
@@ -113,6 +114,22 @@ def _pack_object(value: object, buffers: list[Buffer], first: int, path: str, de
         data = first + len(buffers)
         buffers.append(array.data)
     return cbor2.CBORTag(ARRAY_TAG, [array.library, array.dtype, list(array.shape), data])
+
+
+def _plain(value: object) -> int | float | str | bytes | None:
+    """The scalar that ``value`` is a subclass of: signal.SIGKILL and members of a StrEnum arrive as what they equal.
+
+    By the methods of the base class, since those of the subclass may give anything: ``str()`` of an Enum its name.
+    """
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes):
+        return bytes.__bytes__(value)
+    return None
 
 
 def decode(body: bytes, buffers: Sequence[memoryview] = ()) -> Any:

@@ -22,6 +22,10 @@ IMPLEMENTATION = "anyengine_paged"
 """The name under which :func:`forward` is registered with transformers."""
 
 
+class NotGivenError(Exception):
+    """A layer called its attention without handing on what the model was given as ``paged=``."""
+
+
 class Attention(Protocol):
     """What computes attention in a forward pass: given to the model as ``paged=``, which hands it to every layer."""
 
@@ -45,10 +49,15 @@ def forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: Attention,
+    paged: Attention | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that each attention layer calls; the result is ``[1, token, head, dimension]`` and no weights."""
+    """The function that each attention layer calls; the result is ``[1, token, head, dimension]`` and no weights.
+
+    :raises NotGivenError: if the layer does not hand on ``paged``
+    """
+    if paged is None:
+        raise NotGivenError
     return paged.attend(module, query, key, value, attention_mask, options).unsqueeze(0), None
 
 
@@ -113,7 +122,7 @@ class PagedAttention:
         for group in self._decodes:
             keys, values = self._cache.read(layer, group.table)
             # The query heads that share a head of keys become that head's rows: no key is repeated, in any kernel.
-            rows = query[0, :, group.start : group.stop].transpose(0, 1).unflatten(1, (kv_heads, sharing))
+            rows = query[0, :, group.start : group.stop].transpose(0, 1).reshape(-1, kv_heads, sharing, query.shape[3])
             found = scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=scale)
             result[group.start : group.stop] = found.flatten(1, 2)
         for piece in self._pieces:
@@ -122,7 +131,7 @@ class PagedAttention:
             else:
                 keys, values = self._cache.read(layer, piece.table)
             # Here they become a batch over which the keys are expanded, not copied.
-            rows = query[0, :, piece.start : piece.stop].unflatten(0, (kv_heads, sharing)).transpose(0, 1)
+            rows = query[0, :, piece.start : piece.stop].reshape(kv_heads, sharing, -1, query.shape[3]).transpose(0, 1)
             found = scaled_dot_product_attention(
                 rows,
                 keys.expand(sharing, -1, -1, -1),

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def _source() -> Path:
 
 
 @contextlib.contextmanager
-def _exclusive(path: Path, progress: ProgressReporter) -> Iterator[None]:
+def _exclusive(path: Path, progress: ProgressReporter) -> Generator[None]:
     with path.open("w") as file:
         while True:
             try:

@@ -53,15 +53,14 @@ class KVCache:
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store ``[token, head, dimension]`` in the ``slots`` of a layer; a slot is block * block_size + offset."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
+        self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
 
     def read(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of padded block tables ``[request, block]``, as ``[request, head, token, dimension]``."""
-        rows, width = table.shape
-        index = table.flatten()
+        index = table.view(-1)
 
         def gather(cache: torch.Tensor) -> torch.Tensor:
-            return cache[layer].index_select(0, index).unflatten(0, (rows, width)).flatten(1, 2).transpose(1, 2)
+            return cache[layer].index_select(0, index).view(len(table), -1, *cache.shape[3:]).transpose(1, 2)
 
         return gather(self.keys), gather(self.values)

@@ -22,6 +22,8 @@ from anyengine.engines.transformers.scheduler import Chunk
 _HARMLESS_OPTIONS = frozenset({"scaling", "dropout", "is_causal", "position_ids", "sliding_window"})
 """What a layer may hand to its attention: without effect here, or checked on its own."""
 
+_OWN_ATTENTION = "attention that cannot be given from outside"
+
 _NEEDED_ARGUMENTS = ("input_ids", "position_ids", "inputs_embeds", "logits_to_keep")
 
 
@@ -69,18 +71,23 @@ class CausalModel:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype | None, device: torch.device) -> None:
-        transformers.utils.logging.disable_progress_bar()  # stderr is for what a person should read after a crash
-        transformers.AttentionInterface.register(attention.IMPLEMENTATION, attention.forward)
-        config: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        hf: Any = transformers
+        hf.utils.logging.disable_progress_bar()  # stderr is for what a person should read after a crash
+        hf.AttentionInterface.register(attention.IMPLEMENTATION, attention.forward)
+        config = hf.AutoConfig.from_pretrained(directory, local_files_only=True)
         self._name = f"{config.model_type} model {directory}"
         self._refuse(_config_problems(config.get_text_config()))
-        loader: Any = transformers.AutoModelForCausalLM
-        self._model: Any = loader.from_pretrained(
-            directory,
-            dtype="auto" if dtype is None else dtype,
-            attn_implementation=attention.IMPLEMENTATION,
-            local_files_only=True,
-        )
+        try:
+            self._model: Any = hf.AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype="auto" if dtype is None else dtype,
+                attn_implementation=attention.IMPLEMENTATION,
+                local_files_only=True,
+            )
+        except KeyError as error:
+            if error.args != (attention.IMPLEMENTATION,):
+                raise
+            self._refuse([_OWN_ATTENTION])  # it has a table of attention classes and looked this one up
         self._refuse(_model_problems(self._model))
         self._model.to(device).eval()
         self._config = self._model.config.get_text_config()
@@ -100,7 +107,10 @@ class CausalModel:
         """
         probe = _Probe()
         positions = torch.arange(tokens, device=self.device) % (self.max_length or tokens)
-        self._run(torch.zeros_like(positions), positions, None, positions[-1:], probe)
+        try:
+            self._run(torch.zeros_like(positions), positions, None, positions[-1:], probe)
+        except attention.NotGivenError:
+            probe.problems.add(_OWN_ATTENTION)
         expected = set(range(self._config.num_hidden_layers))
         if set(probe.shapes) != expected:
             missing = sorted(expected - set(probe.shapes))
@@ -114,7 +124,7 @@ class CausalModel:
         return KVLayout(len(probe.shapes), heads, key_dim, value_dim, self.dtype)
 
     def forward(self, chunks: list[Chunk], cache: KVCache) -> tuple[list[Chunk], torch.Tensor]:
-        """Run the chunks of a step. Returns those from which a token is sampled, and their logits ``[chunk, vocab]``."""
+        """Run a step. Returns the chunks from which a token is sampled, and their logits ``[chunk, vocab]``."""
         paged = attention.PagedAttention(chunks, cache)
         tokens: list[int] = []
         positions: list[int] = []
@@ -159,16 +169,10 @@ class CausalModel:
 
 
 def _config_problems(config: Any) -> list[str]:
-    problems: list[str] = []
-    if config.is_encoder_decoder:
-        problems.append("an encoder (is_encoder_decoder)")
+    features = ("is_encoder_decoder", "attn_logit_softcapping", "attention_chunk_size", "num_kv_shared_layers", "alibi")
+    problems = [f"{name}={getattr(config, name)}" for name in features if getattr(config, name, None)]
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        problems.append(f"layers of the types {sorted(kinds)} (layer_types)")
-    for name in ("attn_logit_softcapping", "attention_chunk_size", "num_kv_shared_layers", "alibi"):
-        if getattr(config, name, None):
-            problems.append(f"{name}={getattr(config, name)}")
-    return problems
+    return [*problems, *([f"layers of the types {sorted(kinds)} (layer_types)"] if kinds else [])]
 
 
 def _model_problems(model: Any) -> list[str]:
@@ -178,7 +182,7 @@ def _model_problems(model: Any) -> list[str]:
     arguments = inspect.signature(model.forward).parameters
     problems += [f"a call without {name!r}" for name in _NEEDED_ARGUMENTS if name not in arguments]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in arguments.values()):
-        problems.append("attention that cannot be given from outside")
+        problems.append(_OWN_ATTENTION)
     return problems
 
 
@@ -192,11 +196,10 @@ def _sliding_windows(config: Any) -> list[int]:
 def _rope_window(config: Any) -> int | None:
     """The length up to which rotary frequencies do not change with the longest request of a batch."""
     parameters = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for entry in cast("list[dict[str, Any]]", nested or [parameters]):
-        kind: str = entry.get("rope_type", "")
-        if "dynamic" in kind or kind == "longrope":
-            return entry.get("original_max_position_embeddings") or config.max_position_embeddings
+    # Models with several kinds of layers have one such mapping for each kind.
+    for entry in (parameters, *parameters.values()):
+        if isinstance(entry, dict) and cast("dict[str, Any]", entry).get("rope_type") == "longrope":
+            return cast("dict[str, Any]", entry)["original_max_position_embeddings"]
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ class Sampler:
             scores = logits[drawn] - best[drawn, None]
             tokens[drawn] = self._draw(scores, [states[row] for row in drawn])
         # max() lets NaN through, so this one row of numbers tells; the only transfer to the host in most steps.
-        chosen: list[int] = torch.where(best.isfinite(), tokens, -1).tolist()
+        chosen: list[int] = _to_host(torch.where(best.isfinite(), tokens, -1))
         for state, token in zip(states, chosen, strict=True):
             state.generated += 1
             if state.counts is not None and token >= 0:
@@ -141,7 +142,7 @@ class Sampler:
         if cut:
             floor = self._threshold(scores[cut], [states[row].params for row in cut])
             scores[cut] = scores[cut].masked_fill(scores[cut] < floor, _MINUS_INFINITY)
-        # The greatest of score + Gumbel noise is a draw from the softmax. Unlike inverting the cumulative sum, it hardly
+        # The greatest of score + Gumbel noise is a draw from the softmax. Unlike inverting the cumulative sum it hardly
         # reacts to the last bits of the logits, which depend on what else is in the batch. In float64, since the tail
         # of the noise decides over rare tokens; made from uniform numbers, which cost a quarter of exponential ones.
         noise = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
@@ -172,12 +173,18 @@ class Sampler:
         """The sampled token's log-probability and the best ones, as many as each row wants."""
         counts = [min(states[row].params.logprobs or 0, self._vocab_size) for row in wanted]
         tokens = [max(chosen[row], 0) for row in wanted]
-        own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-        values, indices = (part.tolist() for part in logprobs.topk(max(counts), dim=-1))
+        own: list[float] = _to_host(logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0])
+        best = logprobs.topk(max(counts), dim=-1)
+        values: list[list[float]] = _to_host(best.values)
+        indices: list[list[int]] = _to_host(best.indices)
         return {
             row: {token: value, **dict(zip(indices[place][:count], values[place][:count], strict=True))}
             for place, (row, token, value, count) in enumerate(zip(wanted, tokens, own, counts, strict=True))
         }
+
+
+def _to_host(tensor: Any) -> Any:
+    return tensor.tolist()
 
 
 def _plain(state: SamplingState) -> bool:

@@ -1,0 +1,114 @@
+"""What the command line says before any engine runs: help, usage errors, models that are not there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.programs import CLI, CONTROLS, Sandbox, sandbox
+
+__all__ = ["sandbox"]
+
+
+def test_help_names_commands_and_options(sandbox: Sandbox) -> None:
+    general = sandbox.run([*CLI, "--help"])
+    assert general.returncode == 0
+    assert "generate" in general.stdout
+    assert "--version" in general.stdout
+    command = sandbox.run([*CLI, "generate", "--help"])
+    assert command.returncode == 0
+    assert "[OPTIONS] [MODEL] PROMPT" in command.stdout
+    for option in ("--max-tokens", "--temperature", "--seed", "--backend", "--chat", "--no-chat", "trio|asyncio"):
+        assert option in command.stdout
+    assert not CONTROLS.search(general.stdout + command.stdout)
+
+
+def test_version(sandbox: Sandbox) -> None:
+    result = sandbox.run([*CLI, "--version"])
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("anyengine 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing argument"),
+        (["default"], "no prompt"),
+        (["src"], "no prompt"),
+        ([""], "the prompt is empty"),
+        (["default", ""], "the prompt is empty"),
+        (["default", "two", "words"], "put the prompt in quotes"),
+        (["hi", "--max-tokens", "0"], "--max-tokens"),
+        (["hi", "--max-tokens", "99999999999"], "SamplingParams.max_tokens"),
+        (["hi", "--temperature", "-1"], "--temperature"),
+        (["hi", "--temperature", "hot"], "--temperature"),
+        (["hi", "--backend", "curio"], "--backend"),
+        (["hi", "--nonsense"], "--nonsense"),
+    ],
+)
+def test_usage_errors(sandbox: Sandbox, arguments: list[str], message: str) -> None:
+    result = sandbox.run([*CLI, "generate", *arguments])
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_bad_model_directories(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text("{}")
+    (tmp_path / "broken").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "broken" / name).write_text("{")
+    for name, message in (
+        ("absent", "there is no such directory"),
+        ("file", "it is not a directory"),
+        ("half", "it has no tokenizer.json"),
+        ("broken", "tokenizer.json cannot be read"),
+    ):
+        result = sandbox.run([*CLI, "generate", str(tmp_path / name), "Hello"])
+        assert result.returncode == 1
+        assert result.stderr.startswith(f"anyengine: ModelError: {tmp_path / name}")
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [("typer", ["--help"]), ("tokenizers", ["--help"]), ("torch", ["generate", "hi"]), ("trio", ["generate", "hi"])],
+)
+def test_a_missing_extra_is_one_line_that_names_it(sandbox: Sandbox, package: str, arguments: list[str]) -> None:
+    code = f"""
+import importlib.util, sys
+if {package!r} in ("torch", "trio"):
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *rest: None if name == {package!r} else find_spec(name, *rest)
+else:
+    sys.modules[{package!r}] = None
+from anyengine.cli import main
+main()
+"""
+    result = sandbox.run(
+        [sys.executable, "-c", code, *arguments, *(["--backend", "trio"] if package == "trio" else [])]
+    )
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert package in result.stderr
+    extra = "trio" if package == "trio" else "cli,transformers"
+    assert f"pip install 'anyengine[{extra}]'" in result.stderr
+
+
+def test_the_talking_process_loads_neither_torch_nor_transformers(sandbox: Sandbox) -> None:
+    code = (
+        "import sys, anyengine.cli.app, anyengine.cli.chat; "
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    result = sandbox.run([sys.executable, "-c", code])
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+def test_closed_standard_streams(sandbox: Sandbox) -> None:
+    result = sandbox.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *CLI, "generate", "/nonexistent", "hi"])
+    assert result.returncode == 1

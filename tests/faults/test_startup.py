@@ -1,0 +1,223 @@
+"""Starting: each step is bounded, each failure names its step, and nothing of a failed start stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from anyengine import (
+    EngineDeadError,
+    EngineError,
+    EngineSpec,
+    EngineStartError,
+    ProcessLauncher,
+    SamplingParams,
+    StartLimits,
+    open_engine_client,
+)
+from anyengine.testing import StartFault, faulty_launcher, scripted_spec
+from tests.helpers import children_of, is_running, until_sync
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
+
+
+async def fails_to_start(limit: float = 5, **arguments: Any) -> EngineStartError:
+    spec = arguments.pop("spec", scripted_spec())
+    with anyio.fail_after(limit), pytest.raises(EngineStartError) as caught:
+        async with open_engine_client(spec, **arguments):
+            pytest.fail("the block was entered")
+    assert isinstance(caught.value, EngineDeadError)
+    assert caught.value.report.pid is None or not is_running(caught.value.report.pid)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raise", ["exit code 1", "RuntimeError: failed before HELLO"]),
+        ("exit", ["exit code 0"]),
+        ("kill", ["signal SIGKILL (9)"]),
+    ],
+)
+async def test_a_death_before_hello_is_told_at_once(fault: StartFault, words: list[str]) -> None:
+    error = await fails_to_start(launcher=faulty_launcher(fault))
+    assert error.report.phase == "hello"
+    for word in [*words, "before it said HELLO", f"about to fail: {fault}", str(error.report.pid)]:
+        assert word in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase", "setting"),
+    [("hang", "hello", "start_limits.hello"), ("hang_after_hello", "load", "start_limits.silence")],
+)
+async def test_a_stalled_start_names_step_limit_and_setting(fault: StartFault, phase: str, setting: str) -> None:
+    started = time.monotonic()
+    error = await fails_to_start(launcher=faulty_launcher(fault), start_limits=StartLimits(hello=1.0, silence=1.0))
+    assert 1.0 <= time.monotonic() - started < 4
+    assert error.report.phase == phase
+    assert f"within 1.0 s; the limit is the setting {setting}" in str(error)
+
+
+async def test_a_slow_start_that_reports_progress_is_not_stalled() -> None:
+    stages: list[tuple[str, float | None]] = []
+    limits = StartLimits(silence=0.6)
+    async with open_engine_client(
+        scripted_spec(load_seconds=2), start_limits=limits, on_progress=lambda *stage: stages.append(stage)
+    ) as client:
+        assert client.info.engine == "scripted"
+    assert [fraction for _, fraction in stages] == [tenth / 10 for tenth in range(11)]
+
+
+async def test_without_a_limit_the_wait_ends_when_the_child_dies() -> None:
+    error = await fails_to_start(
+        spec=scripted_spec(load_seconds=1, load_fault="kill"), start_limits=StartLimits(hello=None, silence=None)
+    )
+    assert (error.report.phase, error.report.signal) == ("load", 9)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (EngineSpec("no_such_module:Engine"), ["ModuleNotFoundError", "no_such_module"]),
+        (EngineSpec("anyengine.engines.scripted:NoSuch"), ["AttributeError", "NoSuch"]),
+        (EngineSpec("collections:OrderedDict"), ["TypeError", "not a subclass of anyengine.engine.EngineCore"]),
+        (scripted_spec(constructor_fault="bad day"), ["RuntimeError: bad day", "scripted.py"]),
+        (scripted_spec(no_such_argument=1), ["TypeError", "no_such_argument"]),
+        (scripted_spec(load_fault="raise"), ["RuntimeError: loading failed", "in load"]),
+        (scripted_spec(load_fault="exit"), ["exit code 3"]),
+    ],
+)
+async def test_what_the_engine_raises_while_it_starts_comes_with_its_traceback(
+    spec: EngineSpec, words: list[str]
+) -> None:
+    error = await fails_to_start(spec=spec)
+    assert error.report.phase == "load"
+    for word in words:
+        assert word in str(error)
+
+
+async def test_an_interpreter_that_does_not_exist() -> None:
+    error = await fails_to_start(launcher=ProcessLauncher(python="/no/such/python"))
+    assert error.report.phase == "launch"
+    assert "/no/such/python" in str(error)
+
+
+async def test_another_protocol_version_is_refused_with_both_numbers() -> None:
+    error = await fails_to_start(launcher=faulty_launcher("other_version"))
+    assert "speaks version 2 of the protocol and this client version 1" in str(error)
+
+
+async def test_a_hello_without_the_token_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    error = await fails_to_start(launcher=faulty_launcher("wrong_token"), start_limits=StartLimits(hello=1))
+    assert error.report.phase == "hello"
+    assert "without this engine's token" in caplog.text
+
+
+async def test_a_cancelled_start_leaves_nothing() -> None:
+    for delay in (0.0, 0.01, 0.03, 0.08, 0.15):
+        with anyio.move_on_after(delay) as scope:
+            async with open_engine_client(scripted_spec(load_seconds=30)):
+                pytest.fail("the block was entered")
+        assert scope.cancelled_caught
+
+
+async def test_an_error_in_the_progress_callback_is_the_callers_own() -> None:
+    def fail(stage: str, fraction: float | None) -> None:
+        raise KeyError(stage)
+
+    with pytest.raises(KeyError, match="loading"):
+        async with open_engine_client(scripted_spec(), on_progress=fail):
+            pytest.fail("the block was entered")
+
+
+async def test_eight_clients_start_at_once() -> None:
+    async def run(number: int) -> None:
+        async with open_engine_client(scripted_spec(), transport="tcp" if number % 2 else "ipc") as client:
+            assert (await client.generate([number], SamplingParams(max_tokens=1))).token_ids == [number + 1]
+
+    async with anyio.create_task_group() as group:
+        for number in range(8):
+            group.start_soon(run, number)
+
+
+async def test_a_child_finds_modules_that_lie_beside_the_application(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_engine.py").write_text(
+        "from anyengine.engines.scripted import ScriptedEngine\nclass MyEngine(ScriptedEngine):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with open_engine_client(EngineSpec("my_engine:MyEngine", {"vocab_size": 7})) as client:
+        assert client.info.vocab_size == 7
+
+
+async def test_the_launchers_environment_reaches_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_engine_env.py").write_text(
+        textwrap.dedent("""
+            import os
+            from anyengine.engine import utility
+            from anyengine.engines.scripted import ScriptedEngine
+            class MyEngine(ScriptedEngine):
+                @utility
+                def variable(self, name):
+                    return os.environ.get(name)
+        """)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    launcher = ProcessLauncher(environment={"MY_DEVICE": "3"})
+    async with open_engine_client(EngineSpec("my_engine_env:MyEngine"), launcher=launcher) as client:
+        assert await client.call_utility("variable", "MY_DEVICE") == "3"
+
+
+SCRIPT = """
+import anyio, sys
+from anyengine import SamplingParams, open_engine_client
+from anyengine.testing import scripted_spec
+
+async def main():
+    async with open_engine_client(scripted_spec({arguments})) as client:
+        print((await client.generate([1], SamplingParams(max_tokens=3))).token_ids, flush=True)
+
+anyio.run(main, backend={backend!r})
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "command", "stdin"])
+def test_a_program_without_a_main_guard_works(how: str, anyio_backend: Any, tmp_path: Path) -> None:
+    code = SCRIPT.format(arguments="", backend=anyio_backend[0])
+    (tmp_path / "script.py").write_text(code)
+    arguments = {"script": [str(tmp_path / "script.py")], "command": ["-c", code], "stdin": ["-"]}[how]
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        input=code if how == "stdin" else "",
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[2, 3, 4]\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_any_moment_of_the_start_leaves_no_process(number: int, anyio_backend: Any) -> None:
+    code = SCRIPT.format(arguments="load_seconds=30", backend=anyio_backend[0])
+    chance = random.Random(int(number))
+    for _ in range(5):
+        parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(chance.uniform(0.2, 1.0))  # a random moment is the point, not a condition
+        children = children_of(parent.pid)
+        parent.send_signal(number)
+        parent.wait(timeout=10)
+        until_sync(lambda children=children: not any(map(is_running, children)), 5)
+
+
