@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from tests.helpers import until
 
 from anyengine import (
     EngineClient,
@@ -19,7 +20,6 @@ from anyengine import (
     open_engine_client,
 )
 from anyengine.testing import scripted_spec
-from tests.helpers import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 

@@ -11,10 +11,10 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from tests.helpers import until
 
 from anyengine import EngineClient, SamplingParams, open_engine_client
 from anyengine.testing import scripted_spec
-from tests.helpers import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from tests.helpers import is_running, until
 
 from anyengine import (
     EngineClient,
@@ -23,7 +24,6 @@ from anyengine import (
     open_engine_client,
 )
 from anyengine.testing import scripted_spec
-from tests.helpers import is_running, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -77,7 +77,12 @@ async def test_every_waiter_gets_a_fresh_error_with_one_report() -> None:
         assert client.health().state == "dead"
         assert not client.health()
         # whoever comes later is told as well
-        for call in (client.generate([0]), client.call_utility("echo", 1), client.add_request([0]), client.get_output()):
+        for call in (
+            client.generate([0]),
+            client.call_utility("echo", 1),
+            client.add_request([0]),
+            client.get_output(),
+        ):
             with pytest.raises(EngineDeadError):
                 await call
         with pytest.raises(EngineDeadError):

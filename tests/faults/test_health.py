@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import anyio
 import pytest
-
-from anyengine import EngineClient, SamplingParams, ShutdownPolicy, UtilityTimeoutError, open_engine_client
-from anyengine.testing import scripted_spec
 from tests.helpers import until
+
+from anyengine import EngineClient, EngineSpec, SamplingParams, ShutdownPolicy, UtilityTimeoutError, open_engine_client
+from anyengine.testing import scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -80,14 +81,23 @@ async def test_a_blocked_loop_of_ours_is_not_the_engines_silence() -> None:
         assert client.health(timeout=1)
 
 
-async def test_an_engine_that_answers_but_makes_no_step_is_unresponsive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress with work outstanding counts, not reachability: a loop that turns without a step shows."""
-    async with open_engine_client(scripted_spec(max_num_seqs=0), shutdown=QUICK) as client:
-        # No slot: the request waits for ever while the engine's loop turns and answers each PING.
+async def test_an_engine_that_answers_but_makes_no_step_is_unresponsive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress with work outstanding counts, not reachability."""
+    (tmp_path / "forgetful_engine.py").write_text(
+        "from anyengine.engines.scripted import ScriptedEngine\n"
+        "class ForgetfulEngine(ScriptedEngine):\n"
+        "    def has_work(self):\n"
+        "        return False\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with open_engine_client(EngineSpec("forgetful_engine:ForgetfulEngine")) as client:
         async with client.open_request([0]):
-            monkeypatch.setattr(client._session.link, "heard", lambda steps=None: type(client._session.link).heard(client._session.link))
             await until(lambda: not client.health(timeout=1), 5)
             assert client.health(timeout=1).state == "unresponsive"
+            assert await client.call_utility("echo", "I answer") == "I answer"
+        await until(lambda: client.health(timeout=1).state == "alive")
 
 
 async def test_step_counter_and_age() -> None:
@@ -129,5 +139,3 @@ async def test_a_call_that_gets_no_answer_names_method_limit_and_state() -> None
         assert isinstance(caught.value, TimeoutError)
         assert client.statistics().pending_calls == 0
         assert await client.call_utility("echo", "after the late answer") == "after the late answer"
-
-

@@ -14,13 +14,13 @@ import anyio
 import psutil
 import pytest
 import zmq
+from tests.helpers import until
 
 from anyengine import EngineClient, RequestError, SamplingParams, UtilityError, open_engine_client
 from anyengine.protocol.handshake import Hello
 from anyengine.protocol.outputs import from_rows
 from anyengine.protocol.replies import Outputs, Pong, UtilityResult
 from anyengine.testing import scripted_spec
-from tests.helpers import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -113,7 +113,7 @@ async def test_a_malformed_request_or_call_fails_alone() -> None:
             session.endpoints.router.send = cut_buffers  # type: ignore[method-assign]
             with pytest.raises(UtilityError, match=r"ProtocolError: array of numpy dtype <i8 .* takes 800000 bytes"):
                 await client.call_utility("echo", numpy.zeros(100_000, dtype=numpy.int64))
-            with pytest.raises(RequestError, match="prompt_token_ids .*cut in the middle of a number"):
+            with pytest.raises(RequestError, match=r"prompt_token_ids .*cut in the middle of a number"):
                 await client.generate([1] * 100_000)
             session.endpoints.router.send = send  # type: ignore[method-assign]
             tokens = [token async for output in other for token in output.token_ids]

@@ -16,10 +16,10 @@ from typing import Any
 
 import anyio
 import pytest
+from tests.helpers import children_of, is_running, until, until_sync
 
 from anyengine import EngineSpec, RequestOutput, SamplingParams, ShutdownPolicy, open_engine_client
 from anyengine.testing import scripted_spec
-from tests.helpers import children_of, is_running, until, until_sync
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -185,7 +185,8 @@ def test_a_killed_application_takes_child_and_grandchild_along(state: str, anyio
 
         async def main():
             arguments = dict(load_seconds=30) if {state!r} == "loading" else dict()
-            async with open_engine_client(scripted_spec(**arguments), on_progress=lambda *a: print("up", flush=True)) as client:
+            spec = scripted_spec(**arguments)
+            async with open_engine_client(spec, on_progress=lambda *stage: print("up", flush=True)) as client:
                 print(await client.call_utility("spawn_grandchild"), flush=True)
                 if {state!r} == "frozen":
                     await client.call_utility("freeze", 10, True)

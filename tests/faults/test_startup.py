@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -14,10 +13,10 @@ from typing import Any
 
 import anyio
 import pytest
+from tests.helpers import children_of, is_running, until_sync
 
 from anyengine import (
     EngineDeadError,
-    EngineError,
     EngineSpec,
     EngineStartError,
     ProcessLauncher,
@@ -26,7 +25,6 @@ from anyengine import (
     open_engine_client,
 )
 from anyengine.testing import StartFault, faulty_launcher, scripted_spec
-from tests.helpers import children_of, is_running, until_sync
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -219,5 +217,3 @@ def test_a_signal_at_any_moment_of_the_start_leaves_no_process(number: int, anyi
         parent.send_signal(number)
         parent.wait(timeout=10)
         until_sync(lambda children=children: not any(map(is_running, children)), 5)
-
-

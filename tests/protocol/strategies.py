@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 import warnings
 from array import array
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from anyengine.protocol.arrays import from_value
@@ -20,6 +22,15 @@ from anyengine.protocol.outputs import FINISH_REASONS, OutputDetails, StepOutput
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.types import EngineInfo, SamplingParams, StructuredOutputs
+
+THOROUGHNESS = int(os.environ.get("ANYENGINE_THOROUGHNESS", "1"))
+"""How many times as many examples as usual."""
+
+
+def examples(number: int) -> settings:
+    """A test's own number of examples."""
+    return settings(max_examples=number * THOROUGHNESS)
+
 
 TORCH_DTYPES: list[torch.dtype] = [
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anyengine.errors import ProtocolError, UnencodableError
@@ -24,7 +24,7 @@ from anyengine.protocol.requests import Abort, Add, Init, Utility
 from anyengine.types import EngineInfo, SamplingParams, StructuredOutputs
 from tests.protocol import strategies
 from tests.protocol.cddl import validate_message, validate_record
-from tests.protocol.strategies import arrived, canonical
+from tests.protocol.strategies import arrived, canonical, examples
 
 offsets = st.integers(0, 17)
 
@@ -74,7 +74,7 @@ def test_what_an_engine_sends_arrives_equal_and_follows_the_schema(kind: str, da
     assert canonical(round_trip_to_client(message)) == canonical(message)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     st.lists(strategies.large_arrays | strategies.arrays(), min_size=1, max_size=4),
     st.sampled_from([0, 100, INLINE_LIMIT]),

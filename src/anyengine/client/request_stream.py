@@ -31,6 +31,7 @@ class RequestStream:
     """
 
     __slots__ = (
+        "__weakref__",
         "_arrival",
         "_details",
         "_embeds",

@@ -31,7 +31,7 @@ class Hello(NamedTuple):
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Hello:
         version, token, pid, rank = expect_array("HELLO", cbor.decode_plain(body), 4)
-        expect_type("HELLO version", version, int)
+        expect_u64("HELLO version", version)
         expect_type("HELLO token", token, bytes)
         expect_u64("HELLO pid", pid)
         expect_u16("HELLO rank", rank)
