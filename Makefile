@@ -28,7 +28,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pyright --ignoreexternal --verifytypes anyengine
+	cd $(VENV) && PATH="$$PWD/bin:$$PATH" pyright --ignoreexternal --verifytypes anyengine
 	$(BIN)/lint-imports
 
 bench: setup

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 import anyio
+from anyio.abc import TaskStatus
 
 SAMPLE_EVERY = 0.001
 """Seconds between two looks at the event loop."""
@@ -17,7 +18,8 @@ SAMPLE_EVERY = 0.001
 class Watch:
     """Measures a block: ``seconds`` on the clock, ``cpu`` seconds of this process, ``engine_cpu`` of the engine's.
 
-    ``pause`` is the longest time in seconds by which a task that sleeps for :data:`SAMPLE_EVERY` woke up late.
+    ``pause`` is the longest time in seconds by which a task that sleeps for :data:`SAMPLE_EVERY` woke up late because
+    the event loop's thread was computing.
     """
 
     seconds = 0.0
@@ -33,6 +35,8 @@ class Watch:
         await self._group.__aenter__()
         await self._group.start(self._sample)
         gc.collect()
+        await anyio.sleep(2 * SAMPLE_EVERY)
+        self.pause = 0.0
         self._engine_cpu_at_start = cpu_seconds(self._engine_pid)
         self._cpu_at_start = time.process_time()
         self._started = time.perf_counter()
@@ -44,22 +48,22 @@ class Watch:
         self.seconds = time.perf_counter() - self._started
         self.cpu = time.process_time() - self._cpu_at_start
         self.engine_cpu = cpu_seconds(self._engine_pid) - self._engine_cpu_at_start
-        self.pause = max(self.pause, time.perf_counter() - self._expected)
+        self._look()
         self._group.cancel_scope.cancel()
         return await self._group.__aexit__(kind, error, traceback)
 
-    async def _sample(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        self._expected = time.perf_counter() + SAMPLE_EVERY
+    async def _sample(self, *, task_status: TaskStatus[None]) -> None:
         task_status.started()
-        self._expected = time.perf_counter() + SAMPLE_EVERY
-        first = True
         while True:
+            self._due = time.perf_counter() + SAMPLE_EVERY
+            self._cpu_when_set = time.thread_time()
             await anyio.sleep(SAMPLE_EVERY)
-            now = time.perf_counter()
-            if not first:  # the first sleep began before the block
-                self.pause = max(self.pause, now - self._expected)
-            first = False
-            self._expected = now + SAMPLE_EVERY
+            self._look()
+
+    def _look(self) -> None:
+        late = time.perf_counter() - self._due
+        # A thread that waits for a processor is late too; only what this thread itself computed has held its loop.
+        self.pause = max(self.pause, min(late, time.thread_time() - self._cpu_when_set))
 
     def figures(self, outputs: int) -> dict[str, float]:
         """The block's figures, ``outputs`` being the number of rows it brought."""

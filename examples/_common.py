@@ -27,9 +27,11 @@ class Model(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt. Call it when the engine is ready: its first start makes the tokenizer's file."""
+        ...
 
     def decoder(self) -> Decoder:
         """A decoder for one stream of tokens."""
+        ...
 
 
 class DefaultModel:
@@ -77,10 +79,10 @@ class ScriptedModel:
         return lambda token_ids: bytes(token_ids).decode("ascii")
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of every example."""
+def parser(description: str | None, backends: Sequence[str] = ("asyncio", "trio")) -> argparse.ArgumentParser:
+    """The options of every example; the first backend is the default."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--backend", choices=("trio", "asyncio"), default="asyncio")
+    options.add_argument("--backend", choices=backends, default=backends[0])
     default = os.environ.get("ANYENGINE_EXAMPLE_ENGINE", "default")
     options.add_argument("--engine", choices=("default", "scripted"), default=default)
     return options

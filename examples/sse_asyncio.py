@@ -7,7 +7,7 @@ What to see: the same as with sse_trio.py, and how little differs.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import anyio
 import uvicorn
@@ -24,7 +24,7 @@ class Server(uvicorn.Server):
     """
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None, None, None]:
         """Around ``serve``: do nothing."""
         yield
 
@@ -48,7 +48,7 @@ async def main(engine: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, backends=("asyncio",))
     arguments.add_argument("--port", type=int, default=8000)
     options = arguments.parse_args()
     anyio.run(main, options.engine, options.port)

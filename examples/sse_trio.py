@@ -31,8 +31,7 @@ async def main(engine: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    arguments = parser(__doc__)
-    arguments.set_defaults(backend="trio")
+    arguments = parser(__doc__, backends=("trio", "asyncio"))  # anycorn runs on both
     arguments.add_argument("--port", type=int, default=8000)
     options = arguments.parse_args()
     anyio.run(main, options.engine, options.port, backend=options.backend)

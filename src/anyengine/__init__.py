@@ -6,8 +6,12 @@ and ``anyengine.engines``, loads neither AnyIO nor the client.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError("anyengine runs on Linux and macOS; on Windows, use it inside WSL")
 
 if TYPE_CHECKING:
     from anyengine.client.engine_client import EngineClient as EngineClient

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import random
 import signal
 import subprocess
@@ -13,7 +16,7 @@ from typing import Any
 
 import anyio
 import pytest
-from tests.helpers import children_of, is_running, until_sync
+from tests.helpers import children_of, is_running, until, until_sync
 
 from anyengine import (
     EngineDeadError,
@@ -217,3 +220,32 @@ def test_a_signal_at_any_moment_of_the_start_leaves_no_process(number: int, anyi
         parent.send_signal(number)
         parent.wait(timeout=10)
         until_sync(lambda children=children: not any(map(is_running, children)), 5)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_native_cancellation_at_any_moment_of_the_start_leaves_no_process(anyio_backend: Any) -> None:
+    """Timeouts of asyncio itself ignore AnyIO's shields: the process may start after nobody waits for it any more."""
+    for delay in range(0, 60, 3):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay / 1000):
+                async with open_engine_client(scripted_spec(load_seconds=30)):
+                    pytest.fail("the block was entered")
+    await until(lambda: not children_of(os.getpid()))
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_native_cancellation_while_closing_leaves_no_process(anyio_backend: Any) -> None:
+    for delay in (0, 1, 3, 10, 20):
+        client_task = asyncio.create_task(_open_and_wait())
+        await asyncio.sleep(0.3)
+        client_task.cancel()
+        await asyncio.sleep(delay / 1000)
+        client_task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await client_task
+    await until(lambda: not children_of(os.getpid()))
+
+
+async def _open_and_wait() -> None:
+    async with open_engine_client(scripted_spec()):
+        await anyio.sleep(3600)

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import anyengine.protocol
 from cddl_verifier import Validator
+
+import anyengine.protocol
 
 Direction = Literal["to_engine", "to_client"]
 """``"to_engine"`` is what the ROUTER sends, ``"to_client"`` what comes from the DEALER and the PUSH."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
-
 from tests.protocol.strategies import THOROUGHNESS
 
 settings.register_profile(

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
+from tests.protocol import strategies
 
 from anyengine.protocol.cbor import ARRAY_TAG
-from tests.protocol import strategies
 
 Frames = list[bytes]
 
-_INTERESTING = [0, 1, 23, 24, 255, 256, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
+_INTERESTING = [0, 1, 23, 24, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
 
 
 def head(major: int, number: int, width: int | None = None) -> bytes:
@@ -35,7 +35,9 @@ _leaves = st.one_of(
         lambda text: head(3, len(text)) + text.encode()
     ),
     st.sampled_from([bytes([0xE0 | n]) for n in range(24)] + [b"\xff", b"\xf8\x20", b"\xf8\xff", b"\xf8\x10"]),
-    st.sampled_from([b"\xf9\x7e\x00", b"\xf9\x7c\x00", b"\xf9\xfc\x00", b"\xfb" + bytes(8), b"\xfb\x7f\xef" + b"\xff" * 6]),
+    st.sampled_from(
+        [b"\xf9\x7e\x00", b"\xf9\x7c\x00", b"\xf9\xfc\x00", b"\xfb" + bytes(8), b"\xfb\x7f\xef" + b"\xff" * 6]
+    ),
     st.builds(head, st.sampled_from([2, 3, 4, 5]), numbers),  # lengths of what is not there
     st.sampled_from([b"\x9f\xff", b"\xbf\xff", b"\x5f\x41a\xff", b"\x7f\x61a\xff", b"\x9f", b"\x1c", b"\x1f"]),
 )

@@ -33,8 +33,8 @@ def examples(number: int) -> settings:
 
 
 TORCH_DTYPES: list[torch.dtype] = [
-    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
+    torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
 ]  # fmt: skip
 NUMPY_DTYPES = [
@@ -214,9 +214,7 @@ def step_outputs(draw: st.DrawFn, max_rows: int = 5) -> StepOutputs:
     rows = draw(st.dictionaries(st.integers(0, len(handles) - 1), details, max_size=2)) if handles else {}
     if draw(st.booleans()):
         return StepOutputs(handles, tokens, counts, rows)
-    return StepOutputs(
-        array("Q", handles), array("I", tokens), None if counts is None else array("I", counts), rows
-    )
+    return StepOutputs(array("Q", handles), array("I", tokens), None if counts is None else array("I", counts), rows)
 
 
 def large_step(rows: int) -> StepOutputs:
@@ -267,7 +265,10 @@ def canonical(value: Any) -> Any:
     if isinstance(value, SamplingParams):
         # What equals its default stays at home, and 1 equals 1.0 and 0.0 equals -0.0.
         fields = {name: getattr(value, name) for name in value.__dataclass_fields__}
-        return {name: ("number", item + 0) if type(item) in (int, float) else canonical(item) for name, item in fields.items()}
+        return {
+            name: ("number", item + 0) if type(item) in (int, float) else canonical(item)
+            for name, item in fields.items()
+        }
     if isinstance(value, OutputDetails | StructuredOutputs | EngineInfo):
         return type(value).__name__, {name: canonical(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol import strategies
+from tests.protocol.strategies import NUMPY_DTYPES, TORCH_DTYPES, canonical, numpy_array, torch_array
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol import arrays, cbor
 from anyengine.protocol.arrays import INLINE_LIMIT, WireArray
-from tests.protocol import strategies
-from tests.protocol.strategies import NUMPY_DTYPES, TORCH_DTYPES, canonical, numpy_array, torch_array
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (0,), (3, 0), (0, 3), (2, 0, 3), (1,) * 64]
 LARGE = (3, 2**15)
@@ -375,7 +375,8 @@ def test_a_buffer_of_another_length_is_refused(wrong: int) -> None:
 
 @given(
     st.sampled_from(["torch", "numpy"]) | st.text(max_size=3),
-    st.sampled_from([*NUMPY_DTYPES, *(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES)]) | st.text(max_size=4),
+    st.sampled_from([*NUMPY_DTYPES, *(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES)])
+    | st.text(max_size=4),
     st.lists(st.integers(-1, 3) | st.integers(), max_size=4),
     st.binary(max_size=64) | st.integers(-1, 2),
     st.lists(st.binary(max_size=64), max_size=2),

@@ -11,6 +11,17 @@ import cbor2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol.machines import (
+    INFO,
+    RANK,
+    SESSION,
+    TOKEN,
+    client_in,
+    frames_of,
+    messages_to_client,
+    snapshot,
+)
+from tests.protocol.strategies import arrived
 
 from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol.client_machine import (
@@ -32,17 +43,6 @@ from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_client
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
 from anyengine.types import SamplingParams
-from tests.protocol.machines import (
-    INFO,
-    RANK,
-    SESSION,
-    TOKEN,
-    client_in,
-    frames_of,
-    messages_to_client,
-    snapshot,
-)
-from tests.protocol.strategies import arrived
 
 FINISHED = OutputDetails(finish_reason="stop", stop_reason=7)
 ABORTED = OutputDetails(finish_reason="abort")
@@ -91,7 +91,7 @@ def test_the_handshake_gives_an_event_for_each_message() -> None:
     machine = client_in(ClientState.CONNECTING)
     assert machine.receive(frames_of(Hello(PROTOCOL_VERSION, TOKEN, 4321, RANK))) == HelloReceived(4321)
     init = decode_from_client(arrived(machine.init(output_address="ipc:///o", path="a:B", arguments={"x": 1})))
-    assert (init.version, init.session, init.output_address, init.path) == (PROTOCOL_VERSION, SESSION, "ipc:///o", "a:B")
+    assert init[:4] == (PROTOCOL_VERSION, SESSION, "ipc:///o", "a:B")
     assert machine.receive(frames_of(Progress("weights", 0.25))) == ProgressReceived("weights", 0.25)
     assert machine.receive(frames_of(Progress("warm-up", None))) == ProgressReceived("warm-up", None)
     ready = machine.receive(frames_of(Ready(INFO)))

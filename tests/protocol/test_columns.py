@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol.strategies import canonical, details, step_outputs, u32, u64
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, decode_column, encode_column, from_rows
-from tests.protocol.strategies import canonical, details, step_outputs, u32, u64
 
 Row = tuple[int, list[int], OutputDetails | None]
 rows = st.lists(st.tuples(u64, st.lists(u32, max_size=3), st.none() | details), max_size=6)

@@ -7,6 +7,8 @@ from typing import Any
 import cbor2
 import numpy
 import pytest
+from tests.protocol.machines import INFO, RANK, SESSION, TOKEN, engine_in, frames_of, snapshot
+from tests.protocol.strategies import arrived
 
 from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol.engine_machine import (
@@ -26,8 +28,6 @@ from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.types import SamplingParams
-from tests.protocol.machines import INFO, RANK, SESSION, TOKEN, engine_in, frames_of, snapshot
-from tests.protocol.strategies import arrived
 
 
 def add(handle: int) -> list[bytes | memoryview]:

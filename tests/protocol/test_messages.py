@@ -12,6 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol import strategies
+from tests.protocol.cddl import validate_message, validate_record
+from tests.protocol.strategies import arrived, canonical, examples
 
 from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol.arrays import INLINE_LIMIT
@@ -22,9 +25,6 @@ from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Outputs, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Init, Utility
 from anyengine.types import EngineInfo, SamplingParams, StructuredOutputs
-from tests.protocol import strategies
-from tests.protocol.cddl import validate_message, validate_record
-from tests.protocol.strategies import arrived, canonical, examples
 
 offsets = st.integers(0, 17)
 
@@ -88,7 +88,10 @@ def test_large_and_small_arrays_in_one_message_keep_their_places(arrays: list[An
     assert canonical(round_trip_to_engine(call, offset)) == canonical(call)
     result = UtilityResult(1, 2, 3, None, {"arrays": arrays, 5: bytes(extra)})
     assert canonical(round_trip_to_client(result, offset)) == canonical(result)
-    details = {0: OutputDetails(pooling_output=arrays[0], events=arrays), 2: OutputDetails(kv_transfer_params={1: arrays})}
+    details = {
+        0: OutputDetails(pooling_output=arrays[0], events=arrays),
+        2: OutputDetails(kv_transfer_params={1: arrays}),
+    }
     outputs = Outputs(1, 2, 3, StepOutputs([7, 8, 9], [1, 2, 3], None, details))
     assert canonical(round_trip_to_client(outputs, offset)) == canonical(outputs)
     init = Init(1, 2, "ipc:///x", "a:B", {"weights": arrays})
@@ -155,7 +158,11 @@ class Size(IntEnum):
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(max_tokens=Size.SMALL), SamplingParams(seed=Size.SMALL), SamplingParams(logit_bias={Size.SMALL: 1})],
+    [
+        SamplingParams(max_tokens=Size.SMALL),
+        SamplingParams(seed=Size.SMALL),
+        SamplingParams(logit_bias={Size.SMALL: 1}),
+    ],
     ids=["max_tokens", "seed", "logit_bias"],
 )
 def test_numbers_that_are_subclasses_of_int_travel_as_sampling_parameters(sampling: SamplingParams) -> None:
@@ -231,7 +238,9 @@ def test_a_detail_that_the_client_would_refuse_is_refused_by_the_engine_with_its
     assert caught.value.path.startswith(f"outputs[1].{field}")
 
 
-@pytest.mark.parametrize("figures", [{"a": "1"}, {"a": True}, {"a": None}, {1: 1}, {"a": numpy.float64(1)}, {"a": 2**64}])
+@pytest.mark.parametrize(
+    "figures", [{"a": "1"}, {"a": True}, {"a": None}, {1: 1}, {"a": numpy.float64(1)}, {"a": 2**64}]
+)
 def test_figures_that_the_client_would_refuse_are_refused_by_the_engine(figures: Any) -> None:
     with pytest.raises(UnencodableError, match="statistics"):
         Stats(1, 2, figures).encode()
@@ -246,7 +255,9 @@ def test_a_request_may_not_have_two_rows_in_the_step_that_ends_it() -> None:
     twice = StepOutputs([7, 8, 7], [1, 2, 3], None, {0: OutputDetails(finish_reason="stop")})
     with pytest.raises(ValueError, match="more than one row"):
         Outputs(1, 2, 3, twice).encode()
-    harmless = StepOutputs([7, 8, 7], [1, 2, 3], None, {0: OutputDetails(finish_reason="stop"), 1: OutputDetails(error="x")})
+    harmless = StepOutputs(
+        [7, 8, 7], [1, 2, 3], None, {0: OutputDetails(finish_reason="stop"), 1: OutputDetails(error="x")}
+    )
     frames = Outputs(1, 2, 3, StepOutputs([7, 8, 9], [1, 2, 3], None, harmless.details)).encode()
     frames[1] = bytes(frames[1]).replace((9).to_bytes(8, "little"), (7).to_bytes(8, "little"))
     with pytest.raises(ProtocolError, match="more than one row"):

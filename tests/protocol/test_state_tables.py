@@ -1,4 +1,4 @@
-"""Every (state, input) pair of both machines: what the table says is what happens, and whatever it lacks changes nothing.
+"""Every (state, input) pair of both machines: the table says what happens, and whatever it lacks changes nothing.
 
 The inputs are real calls and real messages, so that the tables are compared with what the machines do.
 """
@@ -9,13 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from anyengine.errors import ProtocolError
-from anyengine.protocol import client_machine, engine_machine
-from anyengine.protocol.client_machine import ClientInput, ClientMachine, ClientState
-from anyengine.protocol.engine_machine import EngineInput, EngineMachine, EngineState
-from anyengine.protocol.outputs import StepOutputs
-from anyengine.types import SamplingParams
 from tests.protocol.machines import (
     INFO,
     client_in,
@@ -25,6 +18,13 @@ from tests.protocol.machines import (
     messages_to_engine,
     snapshot,
 )
+
+from anyengine.errors import ProtocolError
+from anyengine.protocol import client_machine, engine_machine
+from anyengine.protocol.client_machine import ClientInput, ClientMachine, ClientState
+from anyengine.protocol.engine_machine import EngineInput, EngineMachine, EngineState
+from anyengine.protocol.outputs import StepOutputs
+from anyengine.types import SamplingParams
 
 Act = Callable[[Any], Any]
 
@@ -97,12 +97,8 @@ def _malformed_result() -> list[bytes | memoryview]:
     return [kind, b"\x86" + bytes(body)[1:] + b"\xf6"]
 
 
-CLIENT_CASES = [
-    (state, what, name) for state in ClientState for what, acts in CLIENT_ACTS.items() for name in acts
-]
-ENGINE_CASES = [
-    (state, what, name) for state in EngineState for what, acts in ENGINE_ACTS.items() for name in acts
-]
+CLIENT_CASES = [(state, what, name) for state in ClientState for what, acts in CLIENT_ACTS.items() for name in acts]
+ENGINE_CASES = [(state, what, name) for state in EngineState for what, acts in ENGINE_ACTS.items() for name in acts]
 
 
 def test_the_cases_below_cover_every_state_and_input() -> None:

@@ -12,6 +12,8 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol import strategies
+from tests.protocol.strategies import arrived, canonical
 
 from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol import cbor
@@ -20,8 +22,6 @@ from anyengine.protocol.outputs import OutputDetails, StepOutputs
 from anyengine.protocol.replies import Outputs, UtilityResult
 from anyengine.protocol.requests import Add, Init, Utility
 from anyengine.types import SamplingParams
-from tests.protocol import strategies
-from tests.protocol.strategies import arrived, canonical
 
 DECODERS = {
     "decode": cbor.decode,
@@ -139,14 +139,14 @@ def _tag(number: int, width: int) -> bytes:
     return bytes([0xC0 | 23 + width.bit_length()]) + number.to_bytes(width, "big")
 
 
-@pytest.mark.parametrize("content", [b"\x01", b"\x60", b"\x40", b"\x80", b"\x82\x01\x02", b"\xa0", b"\xf6"], ids=bytes.hex)
-def test_every_tag_below_70000_but_ours_is_refused(content: bytes) -> None:
+@pytest.mark.parametrize("content", ["01", "60", "40", "80", "820102", "a0", "f6"])
+def test_every_tag_below_70000_but_ours_is_refused(content: str) -> None:
     for number in range(TAGS_END):
         if number == cbor.ARRAY_TAG:
             continue
         width = 0 if number < 24 else 1 if number < 2**8 else 2 if number < 2**16 else 4
         with pytest.raises(ProtocolError, match="not allowed here"):
-            cbor.decode(_tag(number, width) + content)
+            cbor.decode(_tag(number, width) + bytes.fromhex(content))
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -280,7 +280,9 @@ def test_floats_keep_every_bit_but_those_of_nan(value: float) -> None:
     assert struct.pack("<d", received) == struct.pack("<d", value) or (math.isnan(received) and math.isnan(value))
 
 
-@pytest.mark.parametrize("body", ["f97e00", "fa7fc00000", "fb7ff8000000000001", "f93c00", "fa3f800000", "1800", "1b0000000000000001"])
+@pytest.mark.parametrize(
+    "body", ["f97e00", "fa7fc00000", "fb7ff8000000000001", "f93c00", "fa3f800000", "1800", "190001"]
+)
 def test_longer_and_shorter_encodings_of_one_number_are_all_taken(body: str) -> None:
     """The encoder is deterministic enough; the decoder does not ask others to be."""
     assert isinstance(cbor.decode(bytes.fromhex(body)), int | float)

@@ -20,12 +20,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol import strategies
+from tests.protocol.strategies import canonical
 
 from anyengine.errors import UnencodableError
 from anyengine.protocol import cbor
 from anyengine.protocol.arrays import WireArray
-from tests.protocol import strategies
-from tests.protocol.strategies import canonical
 
 
 @dataclasses.dataclass
@@ -256,7 +256,7 @@ def test_a_text_that_is_long_is_not_repeated_in_the_error() -> None:
     assert len(str(caught.value)) < 300
 
 
-class Word(str, enum.Enum):
+class Word(str, enum.Enum):  # noqa: UP042 - as older code has it
     """A string whose ``str()`` is another string."""
 
     ONE = "one"

@@ -60,7 +60,9 @@ class _Generation:
             group.cancel_scope.cancel()
         if self._signal is None:
             return code
-        if self._figures.sent_at is None:
+        if self._figures.finish_reason is not None:
+            pass  # the whole text is out, and so are its figures
+        elif self._figures.sent_at is None:
             self._terminal.note(f"interrupted by {self._signal.name} before the request was sent")
         else:
             self._terminal.note(f"interrupted by {self._signal.name}: request aborted, {self._figures.describe()}")

@@ -190,11 +190,9 @@ class EngineClient:
         started = time.monotonic()
         call_id, frames = self._session.link.machine.call(method, args, call)
         try:
-            trackers = self._session.send(frames)
+            self._session.send(frames)
             with anyio.move_on_after(timeout):
                 await call.wait()
-            if trackers:
-                await self._session.await_trackers(trackers)
         finally:
             self._session.link.machine.forget_call(call_id)
         if not call.answered:

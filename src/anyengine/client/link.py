@@ -25,8 +25,8 @@ class EngineLink:
 
     def __init__(self, rank: int, handles: Iterator[int], clock: Clock) -> None:
         self.rank = rank
-        self.identity = rank.to_bytes(2, "little")
-        self.token = secrets.token_bytes(16)
+        self.identity: bytes = rank.to_bytes(2, "little")
+        self.token: bytes = secrets.token_bytes(16)
         self.machine: ClientMachine[Any] = ClientMachine(
             rank=rank, token=self.token, session=secrets.randbits(64), handles=handles
         )
@@ -38,10 +38,10 @@ class EngineLink:
         self.death_message: Dead | None = None
         self.callback_error: BaseException | None = None
         self.engine_figures: dict[str, float] = {}
-        self.greeted = anyio.Event()
-        self.ready = anyio.Event()
-        self.ended = anyio.Event()
-        self.announced = anyio.Event()
+        self.greeted: anyio.Event = anyio.Event()
+        self.ready: anyio.Event = anyio.Event()
+        self.ended: anyio.Event = anyio.Event()
+        self.announced: anyio.Event = anyio.Event()
         self.start_limit: anyio.CancelScope | None = None
         self.start_limit_seconds: float | None = None
         self.unreachable_since: float | None = None

@@ -10,7 +10,6 @@ from typing import Literal, cast
 import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup, TaskStatus
-from anyio.lowlevel import checkpoint
 
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.services import (
@@ -26,7 +25,7 @@ from anyengine.client.supervisor import ShutdownPolicy, StartLimits, Supervisor
 from anyengine.errors import EngineClosedError, EngineDeadError
 from anyengine.process.launcher import ProcessLauncher
 from anyengine.protocol import cbor
-from anyengine.transport.endpoints import Endpoints, TransportName
+from anyengine.transport.endpoints import Endpoints, TransportName, sweep_directories
 from anyengine.types import EngineSpec
 
 OnDeath = Literal["notify", "cancel"]
@@ -120,10 +119,9 @@ class EngineClientBlock:
         if self._entered:
             raise EngineClosedError("this block was entered before; call open_engine_client again")
         self._entered = True
-        await checkpoint()
-        # Nothing may be made that nobody then closes, so a cancellation waits until the block can answer it.
-        with anyio.CancelScope(shield=True):
-            self._session = EngineSession(await to_thread.run_sync(Endpoints, self._transport))
+        await to_thread.run_sync(sweep_directories, abandon_on_cancel=True)
+        # Without a thread, though it takes a millisecond: a native cancellation could separate us from the result.
+        self._session = EngineSession(Endpoints(self._transport))
         self._supervisor = Supervisor(self._session, self._launcher, self._cancel_body)
         self._session.link.fail = self._supervisor.fail
         self._group = anyio.create_task_group()
@@ -188,25 +186,33 @@ class EngineClientBlock:
         session = self._session
         session.closing = True
         session.link.phase = "close"
+        # Nested, because a native cancellation may come into any of these waits: what follows must happen all the same.
         try:
-            await self._supervisor.stop(self._shutdown)
-            with anyio.move_on_after(FLUSH_LIMIT, shield=True):
-                await show_new_output(session)
+            try:
+                await self._supervisor.stop(self._shutdown)
+                with anyio.move_on_after(FLUSH_LIMIT, shield=True):
+                    await show_new_output(session)
+            finally:
+                session.closed = True
+                session.close_waiters(lambda: EngineClosedError("the client was closed"))
+                session.link.ended.set()
+                await self._end_services()
         finally:
-            session.closed = True
-            session.close_waiters(lambda: EngineClosedError("the client was closed"))
-            session.link.ended.set()
-            self._services_scope.cancel()
-            if self._services_ended is not None:
+            try:
+                session.endpoints.close_sockets()
+                if session.link.process is not None:
+                    session.link.process.close()
                 with anyio.CancelScope(shield=True):
-                    await self._services_ended.wait()
-            session.endpoints.close_sockets()
-            if session.link.process is not None:
-                session.link.process.close()
-            with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(session.endpoints.close)
-            swallowed = await self._leave_group(error)
+                    await to_thread.run_sync(session.endpoints.close)
+            finally:
+                swallowed = await self._leave_group(error)
         return swallowed
+
+    async def _end_services(self) -> None:
+        self._services_scope.cancel()
+        if self._services_ended is not None:
+            with anyio.CancelScope(shield=True):
+                await self._services_ended.wait()
 
     async def _leave_group(self, error: BaseException | None) -> bool:
         """Leave the task group as a nursery would, but with bare errors: the body's own comes first."""

@@ -31,7 +31,7 @@ from anyengine.protocol.client_machine import (
 )
 from anyengine.types import EngineSpec
 
-logger = logging.getLogger("anyengine")
+logger: logging.Logger = logging.getLogger("anyengine")
 
 READ_SLICE = 0.002
 """Seconds for which one turn of the event loop reads messages; other tasks run in between."""
@@ -173,7 +173,7 @@ async def show_output(session: EngineSession) -> None:
 async def show_new_output(session: EngineSession) -> None:
     """Pass on what is there now."""
     process = session.link.process
-    if process is not None and (data := process.output.read_new()):
+    while process is not None and (data := process.output.read_new()):
         await to_thread.run_sync(_write, data.decode(errors="replace"), abandon_on_cancel=True)
 
 

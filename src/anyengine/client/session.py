@@ -28,11 +28,11 @@ class EngineSession:
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints
-        self.link = EngineLink(0, itertools.count(), time.monotonic)
-        self.queue = OutputQueue()
+        self.link: EngineLink = EngineLink(0, itertools.count(), time.monotonic)
+        self.queue: OutputQueue = OutputQueue()
         self.closing = False
         self.closed = False
-        self.death_told = False
+        self.death_told: bool = False
         self.refused_messages = 0
         self._handles_by_id: dict[str, int] = {}
         self._ids_by_handle: dict[int, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable
 from typing import Literal
 
@@ -21,10 +22,16 @@ from anyengine.process.launcher import ProcessLauncher
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_machine import ClientState
 
-logger = logging.getLogger("anyengine")
+logger: logging.Logger = logging.getLogger("anyengine")
 
 LAST_OUTPUTS_LIMIT = 0.025
 """Seconds after a death in which the connection must end; a forked grandchild may hold it open."""
+
+LOOK = 0.05
+"""Seconds between two looks at a process that is expected to end."""
+
+WATCH_LIMIT = 0.5
+"""Seconds that the watch may take to tell everybody, after the end of the process."""
 
 GONE_LIMIT = 2.0
 """Seconds for a process group that was killed to be gone."""
@@ -82,6 +89,8 @@ class Supervisor:
         self._link = session.link
         self._launcher = launcher
         self._on_death = on_death
+        self._launching = threading.Lock()
+        self._stopping = False
 
     async def start(self, group: TaskGroup, limits: StartLimits) -> None:
         """Launch the process and return when the engine is READY.
@@ -89,9 +98,9 @@ class Supervisor:
         :raises EngineStartError: if it dies, is too slow, or is refused
         """
         link = self._link
-        link.process = await self._launch()
+        process = await self._launch()
         link.phase = "hello"
-        group.start_soon(self._watch, link.process)
+        group.start_soon(self._watch, process)
         await self._await_step(link.greeted, limits.hello, "HELLO", "start_limits.hello")
         await self._await_step(link.ready, limits.silence, "READY or progress report", "start_limits.silence")
         link.phase = "serve"
@@ -100,11 +109,8 @@ class Supervisor:
         endpoints = self._session.endpoints
         bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys, [])
         try:
-            # A process that nobody knows of must not come out of a cancelled start; it takes some milliseconds.
             with anyio.CancelScope(shield=True):
-                process = await to_thread.run_sync(self._launcher.start, bootstrap)
-            # A shielded scope that nobody cancels swallows nothing.
-            return process  # pyright: ignore[reportPossiblyUnboundVariable]
+                process = await to_thread.run_sync(self._launch_in_thread, bootstrap)
         except OSError as error:
             report = CrashReport(
                 rank=self._link.rank,
@@ -115,6 +121,19 @@ class Supervisor:
                 reason=f"{self._launcher.python} could not be started",
             )
             raise EngineStartError(report) from error
+        # A shielded scope that nobody cancels swallows nothing.
+        return process  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def _launch_in_thread(self, bootstrap: Bootstrap) -> EngineProcess:
+        process = self._launcher.start(bootstrap)
+        # A native cancellation may have ended the wait for this thread: a process that nobody knows of must not stay.
+        with self._launching:
+            self._link.process = process
+            if self._stopping:
+                process.kill_group()
+                process.reap()
+                process.close()
+        return process
 
     async def _await_step(self, step: anyio.Event, limit: float | None, what: str, setting: str) -> None:
         link = self._link
@@ -182,7 +201,9 @@ class Supervisor:
 
     async def stop(self, policy: ShutdownPolicy) -> None:
         """End the engine and all that it started, politely first. Shielded and bounded; a second interrupt kills."""
-        process = self._link.process
+        with self._launching:
+            self._stopping = True
+            process = self._link.process
         if process is None:
             return
         try:
@@ -200,24 +221,30 @@ class Supervisor:
         if link.machine.state is ClientState.SERVING and link.fault is None:
             session.send(link.machine.shutdown(policy.mode))
             if policy.mode == "drain":
-                await self._ends_within(policy.drain_limit)
+                await self._ends_within(process, policy.drain_limit)
                 session.abort(list(link.machine.requests))
-            if await self._ends_within(policy.grace):
+            if await self._ends_within(process, policy.grace):
                 return
             logger.warning("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
         if link.report is None and not process.has_ended():
             process.terminate()
-            if not await self._ends_within(policy.terminate):
+            if not await self._ends_within(process, policy.terminate):
                 logger.warning("engine %d ignores SIGTERM for %s s; killing it", link.rank, policy.terminate)
 
-    async def _ends_within(self, limit: float) -> bool:
+    async def _ends_within(self, process: EngineProcess, limit: float) -> bool:
+        """Whether the process ends within ``limit`` seconds; the watch then still reads its last outputs."""
         with anyio.move_on_after(limit):
-            await self._link.ended.wait()
-        return self._link.ended.is_set()
+            while not process.has_ended():
+                # Looking as well as waiting: should the services have crashed, nobody watches any more.
+                with anyio.move_on_after(LOOK):
+                    await self._link.ended.wait()
+            with anyio.move_on_after(WATCH_LIMIT):
+                await self._link.ended.wait()
+        return process.has_ended()
 
     async def _kill(self, process: EngineProcess) -> None:
         process.kill_group()
-        await self._ends_within(GONE_LIMIT)
+        await self._ends_within(process, GONE_LIMIT)
         process.reap()
         if not await to_thread.run_sync(process.group_is_gone, GONE_LIMIT):
             logger.warning("processes of engine %d's group outlive SIGKILL", self._link.rank)

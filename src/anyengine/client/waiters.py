@@ -22,8 +22,8 @@ class PendingCall:
     __slots__ = ("_answered", "_error", "_event", "_value", "method", "rank")
 
     def __init__(self, method: str, rank: int) -> None:
-        self.method = method
-        self.rank = rank
+        self.method: str = method
+        self.rank: int = rank
         self._event = anyio.Event()
         self._value: Any = None
         self._error: ErrorFactory | None = None

@@ -25,7 +25,7 @@ from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, encode_details
 from anyengine.protocol.requests import ShutdownMode
 
-logger = logging.getLogger("anyengine")
+logger: logging.Logger = logging.getLogger("anyengine")
 
 STATS_INTERVAL = 1.0
 """Seconds between two STATS messages while there is work."""

@@ -20,7 +20,7 @@ from anyengine.process.output import AnonymousFile, ChildOutput
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type
 
-logger = logging.getLogger("anyengine")
+logger: logging.Logger = logging.getLogger("anyengine")
 
 REAP_LIMIT = 2.0
 """Seconds to wait for a process that was killed: one that the kernel holds cannot be waited for."""
@@ -37,7 +37,7 @@ class EngineProcess:
         native: AnonymousFile,
         output: ChildOutput,
     ) -> None:
-        self.pid = child.pid
+        self.pid: int = child.pid
         self.output = output
         self._child = child
         self._lifeline: int | None = lifeline
@@ -45,9 +45,10 @@ class EngineProcess:
         self._native = native
         self._pidfd = _open_pidfd(child.pid)
         self._status_taken = False
+        self._reaped = False
 
     async def wait(self) -> None:
-        """Return when the process has ended; it is not reaped then, so its process group can still be named."""
+        """Return when the process has ended. On Linux it is not reaped then, so its group can still be named."""
         if self._pidfd is None:
             await to_thread.run_sync(self._wait_in_thread, abandon_on_cancel=True)
             return
@@ -58,6 +59,8 @@ class EngineProcess:
         """Whether there is an exit status. Readiness of a descriptor alone is not believed."""
         if self._child.returncode is not None or self._status_taken:
             return True
+        if sys.platform != "linux":
+            return self._child.poll() is not None
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
@@ -66,10 +69,7 @@ class EngineProcess:
             return True
 
     def _wait_in_thread(self) -> None:
-        try:
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            self._status_taken = True
+        self._child.wait()
 
     def terminate(self) -> None:
         """Ask the process to end (SIGTERM)."""
@@ -77,8 +77,8 @@ class EngineProcess:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill_group(self) -> None:
-        """End the process and all of its group (SIGKILL); does nothing once it is reaped."""
-        if self._child.returncode is None:
+        """End the process and all of its group (SIGKILL); does nothing after :meth:`reap`."""
+        if not self._reaped:
             # Nobody is left in it, which macOS says by EPERM.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -89,6 +89,7 @@ class EngineProcess:
             self._child.wait(timeout=REAP_LIMIT)
         except subprocess.TimeoutExpired:
             logger.warning("process %d outlives SIGKILL for %s s; it is left behind", self.pid, REAP_LIMIT)
+        self._reaped = True
 
     def group_is_gone(self, limit: float) -> bool:
         """Wait up to ``limit`` seconds for the killed group to be gone; blocking, for a worker thread."""

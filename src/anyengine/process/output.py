@@ -20,6 +20,7 @@ class AnonymousFile:
     """A file that no path leads to: memory on Linux, an unlinked temporary file elsewhere."""
 
     def __init__(self, name: str) -> None:
+        self.fd: int
         if sys.platform == "linux":
             self.fd = os.memfd_create(name)
         else:
@@ -34,10 +35,9 @@ class AnonymousFile:
         os.unlink(self._path)
         return fd
 
-    def read_from(self, offset: int) -> bytes:
-        """Everything behind ``offset``."""
-        size = os.fstat(self.fd).st_size
-        return os.pread(self.fd, size - offset, offset) if size > offset else b""
+    def read_from(self, offset: int, limit: int = 1024 * 1024) -> bytes:
+        """At most ``limit`` bytes from ``offset`` on."""
+        return os.pread(self.fd, limit, offset)
 
     def close(self) -> None:
         """Let go of it."""
@@ -57,7 +57,7 @@ class ChildOutput:
         return self._file.open_for_append()
 
     def read_new(self) -> bytes:
-        """What was printed since the last call. Memory far behind it is given back."""
+        """What was printed since the last call, at most a mebibyte. Memory far behind it is given back."""
         data = self._file.read_from(self._shown)
         self._shown += len(data)
         if self._shown - self._freed > 2 * _KEEP_BYTES:

@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 Buffer = bytes | bytearray | memoryview
 """What can be a frame of a message."""
 
-encode_plain = cast("Callable[[object], bytes]", cbor2.dumps)
+encode_plain: Callable[[object], bytes] = cast("Callable[[object], bytes]", cbor2.dumps)
 """Encode what :func:`pack` made, or what trusted code built of plain types."""
 
 

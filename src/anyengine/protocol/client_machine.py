@@ -54,6 +54,7 @@ TRANSITIONS: Mapping[tuple[ClientState, ClientInput], ClientState] = {
     (_S.CONNECTING, _I.HELLO): _S.GREETED,
     (_S.GREETED, _I.INIT): _S.LOADING,
     (_S.LOADING, _I.PROGRESS): _S.LOADING,
+    (_S.LOADING, _I.REPLY): _S.LOADING,  # it comes on another socket than READY, and may overtake it
     (_S.LOADING, _I.DEAD_FRAME): _S.LOADING,
     (_S.LOADING, _I.READY): _S.SERVING,
     (_S.SERVING, _I.REPLY): _S.SERVING,
@@ -158,7 +159,7 @@ class ClientMachine(Generic[Owner]):
     def __init__(self, *, rank: int, token: bytes, session: int, handles: Iterator[int]) -> None:
         self.rank = rank
         self.session = session
-        self.state = ClientState.CONNECTING
+        self.state: ClientState = ClientState.CONNECTING
         self.requests: dict[int, Owner] = {}
         self.aborting: dict[int, Owner] = {}
         self.calls: dict[int, Owner] = {}

@@ -132,7 +132,7 @@ class EngineMachine:
 
     def __init__(self, *, rank: int, token: bytes) -> None:
         self.rank = rank
-        self.state = EngineState.STARTING
+        self.state: EngineState = EngineState.STARTING
         self.live: set[int] = set()
         self._token = token
         self._session = 0

@@ -54,9 +54,9 @@ class StepOutputs:
         counts: Sequence[int] | None = None,
         details: Mapping[int, OutputDetails] | None = None,
     ) -> None:
-        self.handles = handles
-        self.token_ids = token_ids
-        self.counts = counts
+        self.handles: Sequence[int] = handles
+        self.token_ids: Sequence[int] = token_ids
+        self.counts: Sequence[int] | None = counts
         self.details: Mapping[int, OutputDetails] = {} if details is None else details
         if counts is None:
             if len(token_ids) != len(handles):

@@ -33,12 +33,11 @@ class SocketDirectory:
 
     def __init__(self) -> None:
         base = _base_directory()
-        _sweep(base)
         # Under another name until it is locked, so that nobody sweeps it in between.
         fresh = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)
         self._lock = os.open(os.path.join(fresh, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = base / (_PREFIX + secrets.token_hex(6))
+        self.path: Path = base / (_PREFIX + secrets.token_hex(6))
         os.rename(fresh, self.path)
 
     def close(self) -> None:
@@ -57,9 +56,12 @@ def _base_directory() -> Path:
     )
 
 
-def _sweep(base: Path) -> None:
-    """Remove what clients that were killed left in ``base``; another user's directories cannot be opened."""
-    for directory in base.glob(f"{_PREFIX}*"):
+def sweep_directories() -> None:
+    """Remove the directories that killed clients left behind; blocking, for a worker thread.
+
+    Another user's directories cannot be opened, and those of living clients are locked.
+    """
+    for directory in _base_directory().glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -72,12 +74,12 @@ def _sweep(base: Path) -> None:
 class Endpoints:
     """A client's two sockets, bound: requests go out on ``router``, outputs come in on ``pull``.
 
-    Blocking for a moment (a directory is made); call it in a worker thread.
-
     :param transport: ``"ipc"`` for files in a :class:`SocketDirectory`, ``"tcp"`` for loopback with CURVE keys
     """
 
     def __init__(self, transport: TransportName) -> None:
+        self.input_address: str
+        self.output_address: str
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._directory: SocketDirectory | None = None
         self.keys: CurveKeys | None = None
@@ -100,9 +102,9 @@ class Endpoints:
                 self._directory.close()
             raise
         collector.acquire()
-        self.router = Socket(router, routed=True)
-        self.pull = Socket(pull)
-        self.disconnections = Socket(monitor)
+        self.router: Socket = Socket(router, routed=True)
+        self.pull: Socket = Socket(pull)
+        self.disconnections: Socket = Socket(monitor)
 
     def _bind(self, kind: int, name: str, server_secret: str | None) -> tuple[zmq.Socket[bytes], str]:
         socket = self._context.socket(kind)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from anyengine.engines.transformers.sampler import Sampler
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 _CPU_CACHE_BYTES = 2**30
 _CUDA_CACHE_SHARE = 0.9
 _WARM_UP_TOKENS = 16
@@ -40,7 +41,8 @@ class TransformersEngine(EngineCore):
     ``model`` is a directory in Hugging Face's format, or ``"default"`` for SmolLM2-135M-Instruct. ``dtype="auto"`` is
     that of the checkpoint, ``device="auto"`` the first CUDA device if there is one. ``max_model_len`` counts prompt and
     completion tokens together and is by default what the model allows and the cache holds. ``max_num_seqs`` requests
-    run at once, with ``max_num_batched_tokens`` tokens in a step at most. The KV cache has blocks of ``block_size``
+    run at once, with ``max_num_batched_tokens`` tokens in a step at most (by default 256 on the CPU, where a longer
+    step brings nothing and makes the others wait, and 2048 on CUDA). The KV cache has blocks of ``block_size``
     tokens and takes ``kv_cache_bytes``; the default is 1 GiB (on CUDA nine tenths of what is free), but no more than
     ``max_num_seqs`` requests of full length can use. ``seed`` seeds the requests that have no seed of their own, and
     ``num_threads`` is the number of CPU threads (None: torch's own choice).
@@ -58,7 +60,7 @@ class TransformersEngine(EngineCore):
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 1024,
+        max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         kv_cache_bytes: int | None = None,
         seed: int = 0,
@@ -73,8 +75,11 @@ class TransformersEngine(EngineCore):
         self._device = device
         self._max_model_len = None if max_model_len is None else _integer("max_model_len", max_model_len, 2)
         self._max_num_seqs = _integer("max_num_seqs", max_num_seqs, 1)
-        self._max_num_batched_tokens = _integer("max_num_batched_tokens", max_num_batched_tokens, 1)
-        if max_num_batched_tokens < max_num_seqs:
+        self._max_num_batched_tokens = max_num_batched_tokens
+        if (
+            max_num_batched_tokens is not None
+            and _integer("max_num_batched_tokens", max_num_batched_tokens, 1) < max_num_seqs
+        ):
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens}: less than max_num_seqs={max_num_seqs}, "
                 "but each running request takes a token in every step"
@@ -113,14 +118,15 @@ class TransformersEngine(EngineCore):
         model = CausalModel(directory, None if self._dtype == "auto" else getattr(torch, self._dtype), device)
         progress("loading weights", 1.0)
         progress("allocating KV cache", 0.0)
+        budget = self._max_num_batched_tokens or max(_BATCHED_TOKENS[device.type], self._max_num_seqs)
         # As many tokens as a step can have: on CUDA what this takes stays reserved and is not given to the cache.
-        layout = model.probe(self._max_num_batched_tokens if device.type == "cuda" else 1)
+        layout = model.probe(budget if device.type == "cuda" else 1)
         num_blocks = self._num_blocks(layout, model, device)
         max_model_len = self._length(model, num_blocks * self._block_size)
         self._model = model
         self._cache = KVCache(layout, num_blocks, self._block_size, device)
         self._pool = BlockPool(num_blocks)
-        self._scheduler = Scheduler(self._pool, self._block_size, self._max_num_seqs, self._max_num_batched_tokens)
+        self._scheduler = Scheduler(self._pool, self._block_size, self._max_num_seqs, budget)
         self._sampler = sampler.Sampler(model.vocab_size, model.eos_token_ids, device, self._seed)
         self._info = EngineInfo(
             engine="transformers",

@@ -1,0 +1,144 @@
+"""The figures, by suite: which commands the contestants run, and what is asked of the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from benchmarks.contest import Contestant, column, take_turns
+from benchmarks.report import Figure
+from benchmarks.watch import cpu_seconds
+
+BARE = "pass"
+IMPORT = "import anyengine; anyengine.open_engine_client"
+HEAVY = "import sys, anyengine; anyengine.open_engine_client; print(len({'torch', 'transformers', 'numpy'} & {*sys.modules}))"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How much is measured. ``work`` scales the number of steps, ``idle`` is in seconds."""
+
+    rounds: int
+    work: float
+    latency_rounds: int
+    idle: float
+
+
+FULL = Scale(rounds=7, work=1.0, latency_rounds=12, idle=10.0)
+QUICK = Scale(rounds=5, work=0.25, latency_rounds=7, idle=3.0)
+
+_LATENCY_SAMPLES = 300
+_STEPS = {
+    ("whole_steps", 1): 8000,
+    ("whole_steps", 64): 4000,
+    ("whole_steps", 256): 2000,
+    ("streams", 1): 8000,
+    ("streams", 64): 2000,
+    ("streams", 256): 800,
+}
+
+
+def throughput(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """Outputs per second, CPU time per output, and the longest pause of the event loop meanwhile."""
+    figures: list[Figure] = []
+    for (command, rows), steps in _STEPS.items():
+        results = take_turns(contestants, scale.rounds, command, rows=rows, steps=int(steps * scale.work))
+        label = f"{'whole steps' if command == 'whole_steps' else 'streams'} of {rows}"
+        rate = Figure(f"{label}: outputs_per_s", "1/s", column(results, "outputs_per_s"), True, 0)
+        if command == "whole_steps" and rows in (1, 256):
+            rate.against_baseline(1.2 if rows == 1 else 5.0)
+        figures.append(rate.trio_close())
+        client = column(results, "cpu_us_per_output")
+        figures.append(Figure(f"{label}: client CPU per output", "us", client, digits=2))
+        engine = column(results, "engine_cpu_us_per_output")
+        figures.append(Figure(f"{label}: engine CPU per output", "us", engine, digits=2))
+        pause = Figure(f"{label}: longest pause of the loop", "ms", column(results, "pause_ms"), digits=1)
+        figures.append(pause.at_most(10.0))
+    return figures
+
+
+def latency(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """Round trips; each sample of a figure is a percentile of one slice, and slices take turns."""
+    figures: list[Figure] = []
+    for command, label in (("utility", "utility round trip"), ("first_output", "add to first output")):
+        results = take_turns(contestants, scale.latency_rounds, command, samples=_LATENCY_SAMPLES)
+        middle = {key: [statistics.median(part) for part in slices] for key, slices in results.items()}
+        p50 = Figure(f"{label}: p50", "us", middle, digits=0)
+        figures.append((p50.against_baseline(0.7) if command == "utility" else p50).trio_close())
+        # Of all samples together: one slice has three beyond its own 99th percentile.
+        tail = {key: [statistics.quantiles(sum(slices, []), n=100)[98]] for key, slices in results.items()}
+        figures.append(Figure(f"{label}: p99", "us", tail, digits=0))
+    return figures
+
+
+def tensors(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """Bytes per second of a tensor in a request."""
+    results = take_turns(contestants, scale.rounds, "prompt_embeds", mebibytes=64, samples=2)
+    rates = {key: [rate for slice_ in slices for rate in slice_] for key, slices in results.items()}
+    return [Figure("64 MiB tensor in a request", "GB/s", rates, True, 2).trio_close()]
+
+
+def lifecycle(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """Death, opening and closing, idling, memory; of ours alone."""
+    ours = [contestant for contestant in contestants if contestant.name == "ours"]
+    deaths = take_turns(ours, scale.rounds, "death", waiters=1000)
+    opening = take_turns(ours, scale.rounds, "open_and_close")
+    return [
+        Figure("SIGKILL to the last of 1,000 waiters", "ms", deaths).at_most(50.0),
+        Figure("open a scripted engine", "ms", column(opening, "open_ms"), digits=0).at_most(500.0),
+        Figure("close it", "ms", column(opening, "close_ms"), digits=0).at_most(200.0),
+        *_idle(ours, scale.idle),
+        *_memory(ours),
+        _imports(scale),
+    ]
+
+
+def _idle(ours: Sequence[Contestant], seconds: float) -> list[Figure]:
+    before = {contestant.key: [cpu_seconds(pid) for pid in contestant.pids] for contestant in ours}
+    started = time.perf_counter()
+    time.sleep(seconds)
+    elapsed = time.perf_counter() - started
+    after = {contestant.key: [cpu_seconds(pid) for pid in contestant.pids] for contestant in ours}
+    figures: list[Figure] = []
+    for index, name in enumerate(("client", "engine")):
+        used = {key: [(after[key][index] - before[key][index]) / elapsed * 100] for key in before}
+        figures.append(Figure(f"CPU of the idle {name}, {seconds:g} s", "%", used, digits=2).at_most(1.0))
+    return figures
+
+
+def _memory(ours: Sequence[Contestant]) -> list[Figure]:
+    results: dict[str, list[dict[str, float]]] = {}
+    for contestant in ours:
+        # A process of its own: memory that earlier figures gave back would be taken first, and grow nothing.
+        with Contestant("ours", contestant.backend) as fresh:
+            results[contestant.key] = [fresh.run("memory", requests=10_000)]
+    return [
+        Figure("memory per live request at 10,000: RSS", "B", column(results, "rss_bytes"), digits=0).at_most(4096),
+        Figure("memory per live request: tracemalloc", "B", column(results, "traced_bytes"), digits=0).at_most(4096),
+    ]
+
+
+def _imports(scale: Scale) -> Figure:
+    taken = [_wall(IMPORT) - _wall(BARE) for _ in range(scale.rounds)]
+    loaded = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True).stdout.strip()
+    if loaded != "0":
+        raise AssertionError("importing anyengine loads torch, transformers or numpy")
+    return Figure("import anyengine with the client", "ms", {"ours/asyncio": taken}, digits=0).at_most(300.0)
+
+
+def _wall(code: str) -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return (time.perf_counter() - started) * 1e3
+
+
+SUITES: dict[str, Callable[[Sequence[Contestant], Scale], list[Figure]]] = {
+    "lifecycle": lifecycle,
+    "latency": latency,
+    "tensors": tensors,
+    "throughput": throughput,
+}
