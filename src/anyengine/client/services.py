@@ -173,8 +173,8 @@ async def show_output(session: EngineSession) -> None:
 async def show_new_output(session: EngineSession) -> None:
     """Pass on what is there now."""
     process = session.link.process
-    while process is not None and (data := process.output.read_new()):
-        await to_thread.run_sync(_write, data.decode(errors="replace"), abandon_on_cancel=True)
+    while process is not None and (text := process.output.read_new()):
+        await to_thread.run_sync(_write, text, abandon_on_cancel=True)
 
 
 def _write(text: str) -> None:

@@ -27,6 +27,9 @@ logger: logging.Logger = logging.getLogger("anyengine")
 LAST_OUTPUTS_LIMIT = 0.025
 """Seconds after a death in which the connection must end; a forked grandchild may hold it open."""
 
+START_STATUS_LIMIT = 0.5
+"""Seconds to wait for the exit status of an engine that announced its death while it loaded."""
+
 LOOK = 0.05
 """Seconds between two looks at a process that is expected to end."""
 
@@ -160,7 +163,8 @@ class Supervisor:
             ending.start_soon(self._end_of, process, ending.cancel_scope)
             await self._link.announced.wait()
             # The engine said that it dies; its exit status follows, unless something in it hangs.
-            await anyio.sleep(LAST_OUTPUTS_LIMIT)
+            serving = self._link.machine.state is ClientState.SERVING
+            await anyio.sleep(LAST_OUTPUTS_LIMIT if serving else START_STATUS_LIMIT)
             self._conclude(process)
             process.kill_group()
             await anyio.sleep_forever()

@@ -36,10 +36,7 @@ def main(lifeline_fd: int, exception_fd: int, native_fd: int) -> None:
     _name_process(f"anyengine-{bootstrap.rank}")
     sys.path += [entry for entry in bootstrap.import_path if entry not in sys.path]
     logging.basicConfig(level=logging.WARNING, format=f"[engine {bootstrap.rank}] %(levelname)s %(name)s: %(message)s")
-    try:
-        _run(bootstrap, exception_fd)
-    finally:
-        logging.shutdown()
+    _run(bootstrap, exception_fd)
 
 
 def _run(bootstrap: Bootstrap, exception_fd: int) -> None:
@@ -57,6 +54,12 @@ def _run(bootstrap: Bootstrap, exception_fd: int) -> None:
         # Whatever else this process has (threads, atexit hooks) belongs to an engine in an unknown state.
         os._exit(1)
     context.term()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # shutdown() has freed what must not stay. Taking the interpreter apart with torch in it would take most of a second
+    # more, in which nothing of use happens.
+    os._exit(0)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

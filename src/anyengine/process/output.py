@@ -5,6 +5,7 @@ A pipe would block the child as soon as it is full and the application's loop bu
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import os
 import sys
@@ -49,6 +50,8 @@ class ChildOutput:
 
     def __init__(self) -> None:
         self._file = AnonymousFile("anyengine-output")
+        # Incremental, since a read may end in the middle of a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._shown = 0
         self._freed = 0
 
@@ -56,13 +59,13 @@ class ChildOutput:
         """The descriptor that becomes the child's stdout and stderr."""
         return self._file.open_for_append()
 
-    def read_new(self) -> bytes:
+    def read_new(self) -> str:
         """What was printed since the last call, at most a mebibyte. Memory far behind it is given back."""
         data = self._file.read_from(self._shown)
         self._shown += len(data)
         if self._shown - self._freed > 2 * _KEEP_BYTES:
             self._free(self._shown - _KEEP_BYTES)
-        return data
+        return self._decoder.decode(data)
 
     def tail(self) -> str:
         """The last lines."""
