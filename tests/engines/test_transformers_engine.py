@@ -201,9 +201,9 @@ class TestEqualToGenerate:
         self, directory: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]
     ) -> None:
         engine = load(
-            directory, block_size=4, kv_cache_bytes=bytes_of_blocks(reference, 40, 4), max_num_batched_tokens=64
+            directory, block_size=1, kv_cache_bytes=bytes_of_blocks(reference, 90, 1), max_num_batched_tokens=64
         )
-        assert engine.describe().num_gpu_blocks == 40
+        assert engine.describe().num_gpu_blocks == 90
         handles = [submit(engine, prompt, GREEDY) for prompt in prompts]
         outcomes: dict[int, Outcome] = {}
         preempted, waiting = 0, float(len(prompts))
@@ -211,7 +211,7 @@ class TestEqualToGenerate:
             collect(engine, outcomes)
             preempted += engine.statistics()["waiting"] > waiting
             waiting = engine.statistics()["waiting"]
-        assert preempted > 0, "nothing was preempted"
+        assert preempted >= 2, "it takes several: after one, greedy tokens may come out right by luck"
         assert [outcomes[handle].tokens for handle in handles] == expected
         assert idle(engine)
 
@@ -275,11 +275,12 @@ class TestRequests:
     """How requests end before their time, and what is refused."""
 
     def test_an_abort_frees_everything_at_once(self, engine: TransformersEngine, prompts: list[list[int]]) -> None:
-        handles = [submit(engine, prompt, GREEDY) for prompt in prompts]
-        assert engine.statistics()["waiting"] == 16
+        few = prompts[:7]
+        handles = [submit(engine, prompt, GREEDY) for prompt in few]
+        assert engine.statistics()["waiting"] == 7
         engine.step()
-        assert engine.statistics()["running"] == 16
-        assert engine.statistics()["kv_blocks_used"] == sum(-(-len(prompt) // 16) for prompt in prompts)
+        assert engine.statistics()["running"] == 7
+        assert engine.statistics()["kv_blocks_used"] == sum(-(-len(prompt) // 16) for prompt in few)
         engine.abort_requests(handles)
         assert idle(engine)
         assert not engine.has_work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from enum import IntEnum
 from types import MappingProxyType
@@ -183,6 +184,30 @@ def test_an_engine_that_describes_itself_by_the_essential_gets_the_defaults() ->
     info = EngineInfo(engine="scripted", version="1", max_model_len=100)
     received = round_trip_to_client(Ready(info)).info
     assert canonical(received) == canonical(info)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("engine", None),
+        ("max_model_len", 100.0),
+        ("max_model_len", True),
+        ("max_model_len", -1),
+        ("max_model_len", numpy.int64(100)),
+        ("vocab_size", "32000"),
+        ("dtype", torch.bfloat16),
+        ("kv_cache_max_concurrency", "2"),
+        ("supported_tasks", "generate"),
+        ("supported_tasks", ["generate", 5]),
+        ("utilities", {"sleep"}),
+        ("prompt_embeds", 1),
+    ],
+)
+def test_an_engine_that_describes_itself_wrongly_is_told_so_before_its_client_waits(field: str, value: Any) -> None:
+    """The client would refuse such a READY and go on waiting for a good one."""
+    info = dataclasses.replace(EngineInfo(engine="scripted", version="1", max_model_len=100), **{field: value})
+    with pytest.raises(UnencodableError, match=rf"EngineInfo(\.|\['){field}"):
+        Ready(info).encode()
 
 
 @given(strategies.bootstraps)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import anyio
-from anyio.lowlevel import checkpoint
+from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from anyengine.client.checks import check_prompt, check_request_id, check_sampling, check_seconds
 from anyengine.client.request_stream import RequestStream
@@ -131,14 +131,15 @@ class EngineClient:
         tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
         sampling = check_sampling(sampling_params, self.info)
         self._session.check_free(check_request_id(request_id))
-        await checkpoint()
+        await checkpoint_if_cancelled()
         handle, trackers = self._session.register(self._session.queue, tokens, prompt_embeds, sampling, request_id)
-        if trackers:
-            try:
-                await self._session.await_trackers(trackers)
-            except BaseException:
-                self._session.abort([handle])
-                raise
+        try:
+            # The message is on its way already while other tasks get their turn.
+            await cancel_shielded_checkpoint()
+            await self._session.await_trackers(trackers)
+        except BaseException:
+            self._session.abort([handle])
+            raise
         return handle
 
     async def abort_requests(self, handles: Iterable[int]) -> None:
@@ -185,7 +186,7 @@ class EngineClient:
             known = ", ".join(self.info.utilities)
             raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
         call = PendingCall(method, self._session.link.rank)
-        await checkpoint()
+        await checkpoint_if_cancelled()
         self._session.check_open()
         started = time.monotonic()
         call_id, frames = self._session.link.machine.call(method, args, call)

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import anyio
-from anyio.lowlevel import checkpoint
+from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from anyengine.client.waiters import ErrorFactory
 from anyengine.errors import EngineClosedError, RequestError
@@ -118,19 +118,20 @@ class RequestStream:
         """
         if self._handle is not None:
             raise EngineClosedError("a request can be sent once; call open_request again")
-        await checkpoint()
+        await checkpoint_if_cancelled()
         self._handle, trackers = self._session.register(
             self, self._token_ids, self._embeds, self._sampling, self.request_id
         )
         if self.request_id is None:
             self.request_id = str(self._handle)
         self._token_ids = self._embeds = None
-        if trackers:
-            try:
-                await self._session.await_trackers(trackers)
-            except BaseException:
-                await self._leave()
-                raise
+        try:
+            # The message is on its way already while other tasks get their turn.
+            await cancel_shielded_checkpoint()
+            await self._session.await_trackers(trackers)
+        except BaseException:
+            await self._leave()
+            raise
         return self
 
     async def __aexit__(

@@ -12,6 +12,9 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from anyengine.errors import EngineError, UnencodableResultError, UtilityError
 from anyengine.protocol.outputs import StepOutputs
 
+CHECK_EVERY = 16
+"""Steps that are read without looking for a cancellation, while there are any."""
+
 ErrorFactory = Callable[[], EngineError]
 """Makes a fresh exception for each waiter; they share what it says, not the object with its traceback."""
 
@@ -75,6 +78,7 @@ class OutputQueue:
         self._steps: deque[StepOutputs] = deque()
         self._error: ErrorFactory | None = None
         self._arrival: anyio.Event | None = None
+        self._unchecked = 0
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -99,9 +103,12 @@ class OutputQueue:
         :raises anyio.BusyResourceError: if another task waits
         """
         if self._steps:
-            # A full checkpoint for each step would cost more than the step: a batch is read in one go, and its size is
-            # bounded by the time that the reader may hold the loop.
-            await checkpoint_if_cancelled()
+            # A checkpoint for each step would cost more than the step. A batch is read in one go instead: its size is
+            # bounded by the time that the reader may hold the loop, and a cancellation is seen within it.
+            self._unchecked += 1
+            if self._unchecked >= CHECK_EVERY:
+                self._unchecked = 0
+                await checkpoint_if_cancelled()
             return self._steps.popleft()
         if self._arrival is not None:
             raise anyio.BusyResourceError("reading outputs from")

@@ -142,11 +142,8 @@ class EngineCoreProc:
     def _receive(self, core: EngineCore, *, wait: bool) -> None:
         if wait:
             self._dealer.poll()
-        while True:
-            try:
-                message = frames.receive_nowait(self._dealer)
-            except zmq.Again:
-                return
+        while frames.has_input(self._dealer):
+            message = frames.receive_nowait(self._dealer)
             try:
                 event = self._protocol.receive(message)
             except machine.MessageLostError:

@@ -25,6 +25,8 @@ Owner = TypeVar("Owner")
 class ClientState(enum.Enum):
     """How far one engine has come, as its client knows it."""
 
+    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
+
     CONNECTING = "connecting"  # nothing heard yet
     GREETED = "greeted"  # HELLO came
     LOADING = "loading"  # INIT sent
@@ -35,6 +37,8 @@ class ClientState(enum.Enum):
 
 class ClientInput(enum.Enum):
     """What can happen to the machine: a message arrives, or its user acts."""
+
+    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
 
     HELLO = "HELLO"
     PROGRESS = "PROGRESS"

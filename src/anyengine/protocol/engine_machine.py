@@ -18,6 +18,8 @@ from anyengine.types import EngineInfo
 class EngineState(enum.Enum):
     """How far the engine has come, as it knows itself."""
 
+    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
+
     STARTING = "starting"
     GREETING = "greeting"  # HELLO sent
     LOADING = "loading"  # INIT came
@@ -28,6 +30,8 @@ class EngineState(enum.Enum):
 
 class EngineInput(enum.Enum):
     """What can happen to the machine: its user acts, or a message arrives."""
+
+    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
 
     HELLO = "hello()"
     PROGRESS = "progress()"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from anyengine.errors import ProtocolError
+from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type, expect_u16, expect_u64
 from anyengine.types import EngineInfo
@@ -67,7 +67,11 @@ class Ready(NamedTuple):
 
     def encode(self) -> Frames:
         fields = {field.name: getattr(self.info, field.name) for field in dataclasses.fields(EngineInfo)}
-        return [self.KIND, cbor.encode(fields, [], path="EngineInfo")]
+        packed = cbor.pack(fields, [], path="EngineInfo")
+        for name, value in packed.items():
+            if (problem := _problem(name, value)) is not None:
+                raise UnencodableError(f"EngineInfo.{name}", problem)
+        return [self.KIND, cbor.encode_plain(packed)]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Ready:
@@ -78,10 +82,8 @@ class Ready(NamedTuple):
         except TypeError as error:
             raise ProtocolError(f"READY does not describe an engine: {error}") from None
         for name, value in fields.items():
-            if type(value) not in _INFO_TYPES[name] or (type(value) is int and value < 0):
-                raise ProtocolError(f"READY field {name} is {value!r:.80}")
-            if type(value) is list and not all(type(entry) is str for entry in cast("list[object]", value)):
-                raise ProtocolError(f"READY field {name} holds something that is not a string")
+            if (problem := _problem(name, value)) is not None:
+                raise ProtocolError(f"READY field {name}: {problem}")
         return cls(info)
 
 
@@ -103,3 +105,12 @@ _INFO_TYPES: dict[str, tuple[type, ...]] = {
     "prompt_embeds": (bool,),
     "utilities": (list,),
 }
+
+
+def _problem(name: str, value: object) -> str | None:
+    """What is wrong with a field of READY as it travels, if something is."""
+    if type(value) not in _INFO_TYPES[name] or (type(value) is int and value < 0):
+        return f"{value!r:.80} is not {' or '.join(kind.__name__ for kind in _INFO_TYPES[name])}"
+    if type(value) is list and not all(type(entry) is str for entry in cast("list[object]", value)):
+        return f"{value!r:.80} holds something that is not a string"
+    return None

@@ -24,6 +24,7 @@ class Socket:
         self._routed = routed
         self._fd = int(raw.getsockopt(zmq.FD))
         self._closed = False
+        self._drained = False
         self._parked: anyio.CancelScope | None = None
 
     def receive_nowait(self) -> list[bytes | memoryview] | None:
@@ -36,29 +37,32 @@ class Socket:
         try:
             return frames.receive_nowait(self._raw, self._routed)
         except zmq.Again:
+            self._drained = True
             return None
 
     async def wait_readable(self) -> bool:
-        """Return when a message waits: False at once if one does already, True after having slept.
+        """Return when a message may wait: False at once if one does already, True after having slept.
 
         :raises anyio.ClosedResourceError: if the socket is closed, before or meanwhile
         :raises anyio.BusyResourceError: if another task waits on this socket
         """
-        slept = False
-        while True:
-            if self._closed:
-                raise anyio.ClosedResourceError
-            # Reading EVENTS also re-arms the file descriptor. It must come after the last failed receive.
-            if self._input_waits():
-                return slept
-            if self._parked is not None:
-                raise anyio.BusyResourceError("waiting on")
-            with anyio.CancelScope() as self._parked:
-                try:
-                    await anyio.wait_readable(self._fd)
-                finally:
-                    self._parked = None
-            slept = True
+        if self._closed:
+            raise anyio.ClosedResourceError
+        # A receive that failed has taken all changes in, and so the next one makes the descriptor readable; otherwise
+        # the events have to be looked at first.
+        if not self._drained and frames.has_input(self._raw):
+            return False
+        if self._parked is not None:
+            raise anyio.BusyResourceError("waiting on")
+        with anyio.CancelScope() as self._parked:
+            try:
+                await anyio.wait_readable(self._fd)
+            finally:
+                self._parked = None
+        self._drained = False
+        if self._closed:
+            raise anyio.ClosedResourceError
+        return True
 
     def send(self, message: Sequence[Buffer]) -> list[zmq.MessageTracker]:
         """Send at once; the trackers are done when ZeroMQ has let go of the large frames' memory.
@@ -71,11 +75,9 @@ class Socket:
         try:
             return frames.send_tracked(self._raw, message)
         finally:
-            if self._parked is not None and self._input_waits():
+            self._drained = False
+            if self._parked is not None and frames.has_input(self._raw):
                 self._parked.cancel()
-
-    def _input_waits(self) -> bool:
-        return bool(int(self._raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def close(self) -> None:
         """Close it, dropping what is unsent; a task that waits gets ClosedResourceError."""

@@ -45,7 +45,8 @@ class TransformersEngine(EngineCore):
     step brings nothing and makes the others wait, and 2048 on CUDA). The KV cache has blocks of ``block_size``
     tokens and takes ``kv_cache_bytes``; the default is 1 GiB (on CUDA nine tenths of what is free), but no more than
     ``max_num_seqs`` requests of full length can use. ``seed`` seeds the requests that have no seed of their own, and
-    ``num_threads`` is the number of CPU threads (None: torch's own choice).
+    ``num_threads`` is the number of CPU threads (None: torch's own choice, all cores). Beside other busy processes
+    fewer are faster: torch's threads wait for each other by spinning, and one that lost its core holds up all of them.
 
     :raises TypeError: if an argument has the wrong type
     :raises ValueError: if an argument is out of its range
@@ -68,7 +69,7 @@ class TransformersEngine(EngineCore):
     ) -> None:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
-        if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ValueError(f"device={device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
         self._model_path = _model_path(model)
         self._dtype = dtype
@@ -307,7 +308,7 @@ def _integer(name: str, value: int, least: int) -> int:
 
 def _model_path(model: str) -> Path | None:
     """The directory, or None for the default model."""
-    if not isinstance(model, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(model, str):
         raise TypeError(f"model={model!r} ({type(model).__name__}): expected a directory's path, or 'default'")
     if model == "default":
         return None
