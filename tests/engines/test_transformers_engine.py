@@ -20,7 +20,7 @@ from anyengine.errors import RequestError
 from anyengine.protocol import arrays
 from anyengine.types import SamplingParams, StructuredOutputs
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
 
 EOS = 2
 NEW_TOKENS = 8
@@ -188,7 +188,7 @@ class TestEqualToGenerate:
     def test_with_prompts_in_pieces_and_rows_of_very_different_length(
         self, directory: Path, prompts: list[list[int]], expected: list[list[int]]
     ) -> None:
-        engine = load(directory, max_num_seqs=16, max_num_batched_tokens=19, block_size=4)
+        engine = load(directory, max_num_seqs=16, max_num_batched_tokens=37, block_size=4)
         order = sorted(range(16), key=lambda index: -len(prompts[index]))
         handles = [submit(engine, prompts[index], GREEDY) for index in order]
         outcomes: dict[int, Outcome] = {}

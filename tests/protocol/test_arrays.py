@@ -132,9 +132,9 @@ def test_conjugated_and_negated_views_arrive_as_their_values(dtype: torch.dtype)
     tensor = torch.complex(torch.arange(4.0), torch.arange(4.0) + 1).to(dtype)
     assert tensor.conj().is_conj()
     assert torch.equal(round_trip(tensor.conj()), tensor.conj().resolve_conj())
-    negated = tensor.conj().imag
-    assert negated.is_neg()
-    assert torch.equal(round_trip(negated), negated.resolve_neg())
+    for negated in (tensor.conj().imag, torch._neg_view(torch.arange(4.0))):
+        assert negated.is_neg()
+        assert torch.equal(round_trip(negated), negated.resolve_neg())
 
 
 NUMPY_LAYOUTS = {
@@ -333,9 +333,21 @@ def decode_tag(content: Any, *buffers: bytes) -> Any:
     ],
     ids=repr,
 )
-def test_a_header_that_is_malformed_or_disagrees_with_its_bytes_is_refused(content: Any) -> None:
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "not loaded"])
+def test_a_header_that_is_malformed_or_disagrees_with_its_bytes_is_refused(
+    content: Any, loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not loaded:
+        monkeypatch.delitem(sys.modules, "torch")
+        monkeypatch.delitem(sys.modules, "numpy")
     with pytest.raises(ProtocolError):
         decode_tag(content)
+
+
+@pytest.mark.parametrize("data", [True, False, 2, -1, 1.0, "0", None, [0]], ids=repr)
+def test_a_buffer_is_named_by_a_number_that_it_has(data: Any) -> None:
+    with pytest.raises(ProtocolError):
+        decode_tag(["numpy", "|u1", [4], data], bytes(4), bytes(4))
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
@@ -343,7 +355,8 @@ def test_a_header_that_is_malformed_or_disagrees_with_its_bytes_is_refused(conte
 def test_a_shape_without_elements_is_made_or_refused_whatever_its_other_sizes(library: str, shape: list[int]) -> None:
     try:
         received = decode_tag([library, "uint8" if library == "torch" else "|u1", shape, b""])
-    except ProtocolError:
+    except ProtocolError as error:
+        assert f"{library} makes no array of dtype" in str(error)
         return
     assert list(received.shape) == shape
 

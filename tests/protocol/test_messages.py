@@ -8,6 +8,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
+import cbor2
 import numpy
 import pytest
 import torch
@@ -261,6 +262,34 @@ def test_a_detail_that_the_client_would_refuse_is_refused_by_the_engine_with_its
     with pytest.raises(UnencodableError) as caught:
         Outputs(1, 2, 3, StepOutputs([7, 8], [1, 2], None, {1: details})).encode()
     assert caught.value.path.startswith(f"outputs[1].{field}")
+
+
+ONE, TWO = (number.to_bytes(4, "little") for number in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ([TWO, ONE + ONE, bytes(8)], "twice"),
+        ([TWO, ONE, bytes(8)], "2 entries have 1 tokens and 2 values"),
+        ([TWO, ONE + TWO, bytes(4)], "2 entries have 2 tokens and 1 values"),
+        ([ONE, ONE + TWO, bytes(8)], "1 entries have 2 tokens"),
+        ([b"\xff" * 8, ONE, bytes(4)], "entries have 1 tokens"),
+        ([b"", b"", b"", b""], "three columns"),
+        ([b"", b""], "three columns"),
+        ([b"cut", b"", b""], "middle of a number"),
+        ([b"", b"cut", b""], "middle of a number"),
+        ([b"", b"", b"cut"], "middle of a number"),
+        ([0, b"", b""], "neither bytes nor"),
+        (["", "", ""], "neither bytes nor"),
+        ([[], [], []], "neither bytes nor"),
+    ],
+)
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_logprobs_whose_columns_disagree_are_refused(field: str, columns: Any, words: str) -> None:
+    body = cbor2.dumps([1, 2, 3, bytes(8), None, bytes(4), {0: {field: columns}}])
+    with pytest.raises(ProtocolError, match=words):
+        decode_from_engine([b"\x30", body, bytes(4)])
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ async def test_numbered_messages_all_arrive_under_random_cancellation(context: z
 
 async def test_sending_and_receiving_on_one_router_never_stalls(context: zmq.Context[Any]) -> None:
     """A send takes away the edge that the sleeping reader waits for; the socket must wake it all the same."""
-    router, peer = pair(context, zmq.ROUTER, zmq.DEALER, "ipc:///tmp/anyengine-test-router")
+    router, peer = pair(context, zmq.ROUTER, zmq.DEALER, "inproc://router")
     rounds = 3_000
 
     def echo() -> None:
