@@ -61,6 +61,8 @@ class CrashReport:
     @property
     def advice(self) -> str:
         """What a person would look at next."""
+        if self.phase == "launch":
+            return "No process was started; look at the launcher's settings (ProcessLauncher)."
         if self.reason is not None:
             return "The client ended this engine for the reason above."
         if self.traceback is not None:
@@ -79,7 +81,8 @@ class CrashReport:
     def describe(self) -> str:
         """The whole report as text of several lines, the finding first and the advice last."""
         who = f"engine {self.rank} (pid {self.pid})" if self.pid is not None else f"engine {self.rank}"
-        lines = [f"{who} died {_PHASES[self.phase]}: {self.ending}"]
+        how = "" if self.pid is None else f": {self.ending}"
+        lines = [f"{who} died {_PHASES[self.phase]}{how}"]
         if self.reason is not None:
             lines.append(f"reason: {self.reason}")
         if self.exception_type is not None:

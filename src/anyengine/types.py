@@ -138,6 +138,7 @@ class SamplingParams:
         # Copies, so that nothing the caller does later changes the parameters of a request that is under way.
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        object.__setattr__(self, "extra", dict(self.extra))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
 
@@ -236,7 +237,7 @@ class Health:
     """One look at an engine, true (``bool(health)``) only while it is alive.
 
     ``steps`` counts the engine's steps as last reported, and ``last_step_age`` is the time in seconds since that
-    number last rose (None before the first step). ``unresponsive_since`` is the time in seconds for which the engine
+    number last rose (None before the first step). ``unresponsive_for`` is the time in seconds for which the engine
     has not answered, or has had work and made no step; None in every other state.
     """
 
@@ -245,7 +246,7 @@ class Health:
     pid: int
     steps: int
     last_step_age: float | None
-    unresponsive_since: float | None = None
+    unresponsive_for: float | None = None
 
     def __bool__(self) -> bool:
         return self.state == "alive"

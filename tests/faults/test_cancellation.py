@@ -186,3 +186,54 @@ async def test_an_iterator_wrapped_twice_aborts_when_the_outer_is_closed() -> No
         await anext(iterator)
         await iterator.aclose()
         assert counts(client) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("use_uvloop", [False, True])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+def test_cancellation_reaches_busy_streams(anyio_backend: Any, use_uvloop: bool) -> None:
+    """Tokens that come in every turn of the loop must not keep a cancellation from being delivered."""
+
+    async def main() -> float:
+        async with open_engine_client(scripted_spec(step_delay=0.005)) as client:
+            async with anyio.create_task_group() as group:
+
+                async def run(start: int) -> None:
+                    async with client.open_request([start], SamplingParams(max_tokens=10**6)) as request:
+                        async for _ in request:
+                            pass
+
+                for start in range(1024):
+                    group.start_soon(run, start)
+                await until(lambda: client.statistics().live_requests == 1024, 10)
+                await until(lambda: client.health().steps > 20, 10)
+                group.cancel_scope.cancel()
+                started = time.monotonic()
+            return time.monotonic() - started
+
+    assert anyio.run(main, backend_options={"use_uvloop": use_uvloop}) < 5
+
+
+async def test_a_deadline_ends_a_stream_that_is_never_idle() -> None:
+    async with open_engine_client(scripted_spec()) as client:
+        started = time.monotonic()
+        with anyio.move_on_after(0.3) as scope:
+            async with client.open_request([0], SamplingParams(max_tokens=10**9)) as request:
+                async for _ in request:
+                    pass
+        assert scope.cancelled_caught
+        assert time.monotonic() - started < 3
+
+
+async def test_threads_of_the_application_do_not_hold_up_the_close() -> None:
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    block = threading.Event()
+    async with anyio.create_task_group() as group:
+        async with open_engine_client(scripted_spec()) as client:
+            for _ in range(int(limiter.total_tokens)):
+                group.start_soon(anyio.to_thread.run_sync, block.wait)
+            await until(lambda: limiter.available_tokens == 0)
+            assert await client.call_utility("echo", 1) == 1
+            started = time.monotonic()
+        closing = time.monotonic() - started
+        block.set()
+    assert closing < 2

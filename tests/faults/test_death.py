@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -20,7 +21,11 @@ from anyengine import (
     EngineClosedError,
     EngineDeadError,
     EngineError,
+    EngineSpec,
+    RequestError,
     SamplingParams,
+    ShutdownPolicy,
+    UtilityError,
     open_engine_client,
 )
 from anyengine.testing import scripted_spec
@@ -370,3 +375,130 @@ anyio.run(main, backend={anyio_backend[0]!r})
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 0, result.stderr
     assert "died while it was serving: no exit status" in result.stdout
+
+
+async def test_a_death_that_nobody_was_told_of_outlives_a_cancellation() -> None:
+    """The engine dies, then the service is stopped: its exit status must still be an error."""
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        with anyio.CancelScope() as scope:
+            async with open_engine_client(scripted_spec()) as client:
+                os.kill(client.health().pid, signal.SIGKILL)
+                await until(lambda: client.health().state == "dead")
+                scope.cancel()
+                await anyio.sleep(1)
+
+
+async def test_on_death_cancel_with_a_task_group_in_the_body() -> None:
+    """One child gets the error, the other is cancelled: both end, and nothing of the client stays."""
+    with pytest.raises(BaseException) as caught:
+        async with open_engine_client(scripted_spec(step_delay=0.001), on_death="cancel") as client:
+            async with anyio.create_task_group() as group:
+                group.start_soon(anyio.sleep, 3600)
+                group.start_soon(client.generate, [0], FOREVER)
+                await until(lambda: client.statistics().live_requests == 1)
+                os.kill(client.health().pid, signal.SIGKILL)
+    error = caught.value
+    assert isinstance(error, EngineDeadError) or (
+        isinstance(error, BaseExceptionGroup) and error.subgroup(EngineDeadError) is not None
+    )
+
+
+async def test_a_crash_while_draining_is_told_as_a_crash() -> None:
+    errors: list[Exception] = []
+    policy = ShutdownPolicy(mode="drain", drain_limit=10)
+    async with anyio.create_task_group() as group:
+        async with open_engine_client(scripted_spec(step_delay=0.002), shutdown=policy) as client:
+            pid = client.health().pid
+
+            async def run() -> None:
+                try:
+                    await client.generate([0], FOREVER)
+                except EngineError as error:
+                    errors.append(error)
+
+            async def kill_while_draining() -> None:
+                await until(lambda: client.health().state == "closing")
+                os.kill(pid, signal.SIGSEGV)
+
+            group.start_soon(run)
+            group.start_soon(kill_while_draining)
+            await until(lambda: client.statistics().live_requests == 1)
+    assert len(errors) == 1
+    assert isinstance(errors[0], EngineDeadError)
+    assert errors[0].report.phase == "close"
+
+
+BROKEN_ENGINE = """
+import sys
+from anyengine.engine import utility
+from anyengine.engines.scripted import ScriptedEngine
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+class BrokenEngine(ScriptedEngine):
+    def add_request(self, request):
+        if len(request.prompt_token_ids) == 3:
+            raise Mute
+        super().add_request(request)
+
+    @utility
+    def mute(self):
+        raise Mute
+
+    @utility
+    def leave(self):
+        sys.exit(5)
+
+    @utility
+    def surrogate(self):
+        raise RuntimeError("boom-\\\\udcff")
+
+    @utility
+    def surrogate_in_step(self):
+        self._error_in_step = "boom-\\\\udcff"
+"""
+
+
+async def test_an_exception_that_cannot_be_shown_stays_with_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_engine.py").write_text(BROKEN_ENGINE.replace("\\\\", "\\"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with open_engine_client(EngineSpec("broken_engine:BrokenEngine")) as client:
+        with pytest.raises(UtilityError, match="Mute: <its message cannot be shown: RuntimeError>"):
+            await client.call_utility("mute")
+        with pytest.raises(UtilityError, match="SystemExit: 5"):
+            await client.call_utility("leave")
+        with pytest.raises(UtilityError, match="boom-"):
+            await client.call_utility("surrogate")
+        with pytest.raises(RequestError, match="Mute"):
+            await client.generate([1, 2, 3])
+        assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
+        with pytest.raises(EngineDeadError) as caught:
+            await client.call_utility("surrogate_in_step")
+            await client.wait_dead()
+        assert caught.value.report.exception_type == "RuntimeError"
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", "closed"])
+def test_a_broken_stderr_ends_nothing(stderr: str, anyio_backend: Any) -> None:
+    code = f"""
+import anyio, sys
+sys.stderr = open("/dev/full", "w")
+if {stderr!r} == "closed":
+    sys.stderr = open("/dev/null", "w")
+    sys.stderr.close()
+from anyengine import SamplingParams, open_engine_client
+from anyengine.testing import scripted_spec
+async def main():
+    async with open_engine_client(scripted_spec()) as client:
+        client._session.endpoints.router.send([client._session.link.identity, b"junk", b"junk"])
+        print((await client.generate([1], SamplingParams(max_tokens=2))).token_ids, flush=True)
+        await anyio.sleep(0.7)
+        print(await client.call_utility("echo", "still here"), flush=True)
+anyio.run(main, backend={anyio_backend[0]!r})
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert result.stdout == "[2, 3]\nstill here\n"

@@ -29,8 +29,8 @@ async def test_a_stopped_engine_is_unresponsive_and_recovers() -> None:
             await until(lambda: not client.health(timeout=1), 5)
             health = client.health(timeout=1)
             assert health.state == "unresponsive"
-            assert health.unresponsive_since is not None
-            assert 1 <= health.unresponsive_since <= time.monotonic() - stopped_at + 0.1
+            assert health.unresponsive_for is not None
+            assert 1 <= health.unresponsive_for <= time.monotonic() - stopped_at + 0.1
             os.kill(health.pid, signal.SIGCONT)
             await until(lambda: client.health(timeout=1).state == "alive", 3)
             tokens = [token async for output in request for token in output.token_ids]

@@ -104,18 +104,19 @@ async def test_a_malformed_request_or_call_fails_alone() -> None:
 
     async with open_engine_client(scripted_spec(step_delay=0.001)) as client:
         session = client._session
-        send = session.endpoints.router.send
+        send, send_copied = session.endpoints.router.send, session.endpoints.router.send_copied
 
         def cut_buffers(message: list[Any]) -> list[Any]:
             return send([frame if len(frame) < 100_000 else memoryview(frame)[:-3] for frame in message])
 
         async with client.open_request([0], SamplingParams(max_tokens=200)) as other:
-            session.endpoints.router.send = cut_buffers  # type: ignore[method-assign]
+            session.endpoints.router.send = session.endpoints.router.send_copied = cut_buffers  # type: ignore
             with pytest.raises(UtilityError, match=r"ProtocolError: array of numpy dtype <i8 .* takes 800000 bytes"):
                 await client.call_utility("echo", numpy.zeros(100_000, dtype=numpy.int64))
             with pytest.raises(RequestError, match=r"prompt_token_ids .*cut in the middle of a number"):
                 await client.generate([1] * 100_000)
             session.endpoints.router.send = send  # type: ignore[method-assign]
+            session.endpoints.router.send_copied = send_copied  # type: ignore[method-assign]
             tokens = [token async for output in other for token in output.token_ids]
         assert tokens == list(range(1, 201))
         assert client.statistics().live_requests == 0

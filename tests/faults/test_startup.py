@@ -249,3 +249,17 @@ async def test_native_cancellation_while_closing_leaves_no_process(anyio_backend
 async def _open_and_wait() -> None:
     async with open_engine_client(scripted_spec()):
         await anyio.sleep(3600)
+
+
+async def test_a_long_import_path_does_not_hold_up_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, *(f"/no/such/{'x' * 1000}/{number}" for number in range(400)), 7])
+    with anyio.fail_after(20):
+        async with open_engine_client(scripted_spec()) as client:
+            assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
+
+
+def test_launcher_settings_are_checked() -> None:
+    with pytest.raises(TypeError, match=r"ProcessLauncher\.python=5"):
+        ProcessLauncher(python=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'A': 1"):
+        ProcessLauncher(environment={"A": 1})  # type: ignore[dict-item]

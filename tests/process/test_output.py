@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from anyengine.process.output import TAIL_LINES, ChildOutput
@@ -9,28 +10,31 @@ from anyengine.process.output import TAIL_LINES, ChildOutput
 
 def test_characters_stay_whole_however_they_are_cut() -> None:
     output = ChildOutput()
-    fd = output.open_for_append()
+    owner = contextlib.ExitStack()
+    fd = output.open_for_append(owner)
     shown = ""
     for byte in "日本 ü\n".encode():
         os.write(fd, bytes([byte]))
         shown += output.read_new()
     assert shown == "日本 ü\n"
-    os.close(fd)
+    owner.close()
     output.close()
 
 
 def test_the_tail_is_the_last_lines() -> None:
     output = ChildOutput()
-    fd = output.open_for_append()
+    owner = contextlib.ExitStack()
+    fd = output.open_for_append(owner)
     os.write(fd, b"".join(b"line %d\n" % number for number in range(1000)))
     assert output.tail().splitlines() == [f"line {number}" for number in range(1000 - TAIL_LINES, 1000)]
-    os.close(fd)
+    owner.close()
     output.close()
 
 
 def test_memory_of_what_was_shown_is_given_back() -> None:
     output = ChildOutput()
-    fd = output.open_for_append()
+    owner = contextlib.ExitStack()
+    fd = output.open_for_append(owner)
     for _ in range(64):
         os.write(fd, b"x" * 1024 * 1024)
         assert len(output.read_new()) == 1024 * 1024
@@ -39,5 +43,5 @@ def test_memory_of_what_was_shown_is_given_back() -> None:
     assert status.st_blocks * 512 <= 4 * 1024 * 1024
     os.write(fd, b"\nlast line\n")
     assert output.tail().endswith("last line")
-    os.close(fd)
+    owner.close()
     output.close()

@@ -24,7 +24,7 @@ from tests.protocol.machines import (
 from tests.protocol.strategies import THOROUGHNESS, arrived, examples
 
 from anyengine.errors import ProtocolError
-from anyengine.protocol.bootstrap import LENGTH, Bootstrap
+from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_machine import ClientMachine, ClientState
 from anyengine.protocol.engine_machine import EngineMachine, EngineState
 from anyengine.protocol.messages import decode_from_client, decode_from_engine
@@ -222,7 +222,7 @@ def test_an_arbitrary_bootstrap_record_decodes_or_is_refused(body: bytes) -> Non
 
 class _Record:
     def __init__(self, bootstrap: Bootstrap) -> None:
-        self.body = bootstrap.encode()[LENGTH.size :]
+        self.body = bootstrap.encode()
 
     def encode(self) -> list[bytes]:
         return [b"", self.body]
@@ -236,8 +236,7 @@ def test_a_mutated_bootstrap_record_decodes_to_what_the_schema_allows_or_is_refu
         Bootstrap.decode(frames[1])
     except ProtocolError:
         return
-    if all(len(key) == 40 for key in Bootstrap.decode(frames[1]).keys or ()):
-        validate_record("bootstrap", frames[1])
+    validate_record("bootstrap", frames[1])
 
 
 # ---- the machines ----

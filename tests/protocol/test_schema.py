@@ -14,6 +14,7 @@ from tests.protocol.cddl import RULES, SCHEMA, Direction, SchemaViolation, valid
 from tests.protocol.machines import messages_to_client, messages_to_engine
 
 from anyengine.protocol import arrays, cbor, messages, outputs
+from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.messages import PROTOCOL_VERSION
 from anyengine.protocol.replies import Outputs
 from anyengine.protocol.requests import Add, Utility
@@ -129,6 +130,13 @@ WRONG: list[tuple[str, Any]] = [
     ("stats", [1, 1, {1: 1}]),
     ("dead", [1, 1, "Error", "boom", None]),
     ("bootstrap", ["address", 1, b"token", ["a", "b", "c"], []]),
+    ("bootstrap", ["address", 1, b"token", [b"a" * 40] * 3, []]),
+    ("bootstrap", ["address", 1, b"token", ["a" * 40] * 2, []]),
+    ("bootstrap", ["address", 1, b"token", None, [1]]),
+    ("bootstrap", ["address", 1, b"token", None, "path"]),
+    ("bootstrap", ["address", True, b"token", None, []]),
+    ("bootstrap", ["address", 1, "token", None, []]),
+    ("bootstrap", [b"address", 1, b"token", None, []]),
     ("bootstrap", ["address", 2**16, b"token", None, []]),
     ("exception-record", ["Error", "boom", None]),
 ]
@@ -142,8 +150,11 @@ def test_what_a_message_must_not_be_violates_the_schema(rule: str, body: Any) ->
 
 @pytest.mark.parametrize(("rule", "body"), WRONG, ids=[f"{rule}-{index}" for index, (rule, _) in enumerate(WRONG)])
 def test_what_violates_the_schema_does_not_decode(rule: str, body: Any) -> None:
-    if rule in ("exception-record", "bootstrap"):
+    if rule == "exception-record":
         return
+    if rule == "bootstrap":
+        with pytest.raises(cbor.ProtocolError):
+            Bootstrap.decode(cbor2.dumps(body))
     for direction, decode in (("to_engine", messages.decode_from_client), ("to_client", messages.decode_from_engine)):
         for kind, name in RULES[direction].items():  # type: ignore[index]
             if name == rule:

@@ -139,7 +139,7 @@ def _tag(number: int, width: int) -> bytes:
     return bytes([0xC0 | 23 + width.bit_length()]) + number.to_bytes(width, "big")
 
 
-@pytest.mark.parametrize("content", ["01", "60", "40", "80", "820102", "a0", "f6"])
+@pytest.mark.parametrize("content", ["01", "60", "820102", "a0"])
 def test_every_tag_below_70000_but_ours_is_refused(content: str) -> None:
     for number in range(TAGS_END):
         if number == cbor.ARRAY_TAG:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from anyengine.errors import RequestError
@@ -83,6 +83,20 @@ def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
     return sampling
 
 
+def check_handles(handles: object) -> list[int]:
+    """``handles`` as a list.
+
+    :raises TypeError: if it is not an iterable of integers
+    """
+    if not isinstance(handles, Iterable) or isinstance(handles, str | bytes):
+        raise TypeError(f"handles={handles!r:.80} ({type(handles).__name__}): expected handles of add_request")
+    listed = list(cast("Iterable[Any]", handles))
+    for handle in listed:
+        if not isinstance(handle, int):
+            raise TypeError(f"handles holds {handle!r:.80} ({type(handle).__name__}): expected integers")
+    return listed
+
+
 def check_request_id(request_id: object) -> str | None:
     """``request_id`` itself.
 
@@ -96,13 +110,13 @@ def check_request_id(request_id: object) -> str | None:
     return request_id
 
 
-def check_seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
     """Check a limit in seconds.
 
     :raises TypeError: if ``value`` is not a number
-    :raises ValueError: if it is not above 0
+    :raises ValueError: if it is not above 0, or with ``zero`` below 0
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a number of seconds")
-    if value <= 0:
-        raise ValueError(f"{name}={value!r}: expected more than 0 seconds")
+    if value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name}={value!r}: expected {'at least' if zero else 'more than'} 0 seconds")

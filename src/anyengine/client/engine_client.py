@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
-from anyengine.client.checks import check_prompt, check_request_id, check_sampling, check_seconds
+from anyengine.client.checks import check_handles, check_prompt, check_request_id, check_sampling, check_seconds
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
@@ -143,10 +143,16 @@ class EngineClient:
         return handle
 
     async def abort_requests(self, handles: Iterable[int]) -> None:
-        """Abort requests made by :meth:`add_request`. Those that have ended, or never were, are ignored."""
+        """Abort requests made by :meth:`add_request`. Those that have ended, or never were, are ignored.
+
+        :raises TypeError: if ``handles`` does not hold integers
+        :raises EngineDeadError: if the engine is dead
+        :raises EngineClosedError: if the client is closed
+        """
         self._session.check_open()
+        own = check_handles(handles)
         await checkpoint()
-        self._session.abort(handles)
+        self._session.abort_added(own)
 
     async def get_output(self) -> StepOutputs:
         """The next step's outputs for requests made by :meth:`add_request`, in columns.
@@ -191,7 +197,8 @@ class EngineClient:
         started = time.monotonic()
         call_id, frames = self._session.link.machine.call(method, args, call)
         try:
-            self._session.send(frames)
+            # Copied, because the call may end by cancellation or its timeout before ZeroMQ has read the frames.
+            self._session.send_copied(frames)
             with anyio.move_on_after(timeout):
                 await call.wait()
         finally:

@@ -97,7 +97,7 @@ class EngineLink:
             pid=self.process.pid if self.process is not None else 0,
             steps=self._steps,
             last_step_age=None if self._step_seen_at is None else now - self._step_seen_at,
-            unresponsive_since=since,
+            unresponsive_for=since,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
@@ -82,6 +83,8 @@ def open_engine_client(
         raise ValueError(f"transport={transport!r}: expected 'ipc' or 'tcp'")
     if on_progress is not None and not callable(on_progress):
         raise TypeError(f"on_progress={on_progress!r}: expected a callable of stage and fraction, or None")
+    if inspect.iscoroutinefunction(on_progress):
+        raise TypeError(f"on_progress={on_progress!r}: expected a function that is not async")
     cbor.pack(spec.arguments, [], path="EngineSpec.arguments")
     return EngineClientBlock(spec, on_death, on_progress, start_limits, shutdown, transport, launcher)
 
@@ -119,7 +122,7 @@ class EngineClientBlock:
         if self._entered:
             raise EngineClosedError("this block was entered before; call open_engine_client again")
         self._entered = True
-        await to_thread.run_sync(sweep_directories, abandon_on_cancel=True)
+        await to_thread.run_sync(sweep_directories, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         # Without a thread, though it takes a millisecond: a native cancellation could separate us from the result.
         self._session = EngineSession(Endpoints(self._transport))
         self._supervisor = Supervisor(self._session, self._launcher, self._cancel_body)
@@ -147,14 +150,23 @@ class EngineClientBlock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         assert self._body_scope is not None
-        self._body_scope.__exit__(kind, error, traceback)
+        replaced: BaseException | None = None
+        try:
+            self._body_scope.__exit__(kind, error, traceback)
+        except BaseException as remainder:
+            # A group of errors from which the scope has taken its own cancellations: it goes on in place of the group.
+            replaced = remainder
         cancelled_by_death = self._body_scope.cancelled_caught
         if cancelled_by_death:
             error = None
         swallowed = await self._close(error)
-        session = self._session
-        if session.link.report is not None and error is None and (cancelled_by_death or not session.death_told):
-            raise EngineDeadError(session.link.report)
+        if replaced is not None:
+            raise replaced
+        report = self._session.link.report
+        # A cancellation does not answer a death that nobody was told of: a stopped service must exit with an error.
+        quiet = error is None or isinstance(error, anyio.get_cancelled_exc_class())
+        if report is not None and quiet and (cancelled_by_death or not self._session.death_told):
+            raise EngineDeadError(report)
         return swallowed
 
     def _cancel_body(self) -> None:
@@ -202,8 +214,7 @@ class EngineClientBlock:
                 session.endpoints.close_sockets()
                 if session.link.process is not None:
                     session.link.process.close()
-                with anyio.CancelScope(shield=True):
-                    await to_thread.run_sync(session.endpoints.close)
+                session.endpoints.close()
             finally:
                 swallowed = await self._leave_group(error)
         return swallowed

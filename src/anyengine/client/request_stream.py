@@ -79,6 +79,10 @@ class RequestStream:
         if self._arrival is not None and not self._whole:
             self._arrival.set()
 
+    def keep_token(self, token: int) -> None:
+        """One more token, without waking the reader: the end follows at once, and wakes it."""
+        self._tokens.append(token)
+
     def push_row(self, tokens: Sequence[int], details: OutputDetails | None) -> None:
         """One row of a step."""
         self._tokens.extend(tokens)
@@ -158,8 +162,9 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._handle is None:
             raise EngineClosedError("enter the request first: async with client.open_request(...) as request")
-        if self._ready():
-            await checkpoint()
+        # A cancellation has to be looked for: on asyncio, AnyIO does not deliver it to a task whose wait is over, as
+        # it always is on a busy stream.
+        await (checkpoint() if self._ready() else checkpoint_if_cancelled())
         while not self._ready():
             if self._arrival is not None:
                 raise anyio.BusyResourceError("iterating over")
@@ -185,8 +190,17 @@ class RequestStream:
         return _merge(self.request_id or "", tokens, details)
 
     async def completion(self) -> Completion:
-        """Everything to the end of the request."""
-        output = await self.__anext__()
+        """Everything from here to the end of the request, in one piece.
+
+        :raises RequestError: if the engine refused or failed this request
+        :raises EngineDeadError: if the engine dies first
+        :raises EngineClosedError: if there is nothing left to read, or the client is closed first
+        """
+        self._whole = True
+        try:
+            output = await self.__anext__()
+        except StopAsyncIteration:
+            raise EngineClosedError(f"request {self.request_id} has ended, and all of it has been read") from None
         return Completion(**{name: getattr(output, name) for name in RequestOutput.__slots__})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -34,7 +35,10 @@ from anyengine.types import EngineSpec
 logger: logging.Logger = logging.getLogger("anyengine")
 
 READ_SLICE = 0.002
-"""Seconds for which one turn of the event loop reads messages; other tasks run in between."""
+"""Seconds for which one turn of the event loop reads messages at least; other tasks run in between."""
+
+LONGEST_READ_SLICE = 0.008
+"""Seconds for which one turn reads at most: when other tasks take their time, the reader takes as much, up to this."""
 
 PULSE = 0.5
 """Seconds between two PINGs."""
@@ -46,10 +50,10 @@ ProgressCallback = Callable[[str, float | None], None]
 FailEngine = Callable[[str], None]
 
 
-def read_outputs(session: EngineSession) -> bool:
-    """Read from the PULL socket until it is empty or the slice is over; whether there may be more."""
+def read_outputs(session: EngineSession, seconds: float = READ_SLICE) -> bool:
+    """Read from the PULL socket until it is empty or ``seconds`` are over; whether there may be more."""
     pull, machine = session.endpoints.pull, session.link.machine
-    deadline = time.perf_counter() + READ_SLICE
+    deadline = time.perf_counter() + seconds
     while (frames := pull.receive_nowait()) is not None:
         try:
             event = machine.receive(frames)
@@ -92,10 +96,15 @@ def _refuse(session: EngineSession, error: ProtocolError) -> None:
 
 async def read_pull(session: EngineSession) -> None:
     """Own the PULL socket: read whenever something comes."""
+    seconds = READ_SLICE
     while True:
         slept = await session.endpoints.pull.wait_readable()
-        if read_outputs(session) or not slept:
-            await checkpoint()
+        if not read_outputs(session, seconds) and slept:
+            continue
+        stopped = time.perf_counter()
+        await checkpoint()
+        # The busier the loop is with what was delivered, the more has come meanwhile.
+        seconds = min(max(READ_SLICE, time.perf_counter() - stopped), LONGEST_READ_SLICE)
 
 
 async def read_router(session: EngineSession, spec: EngineSpec, on_progress: ProgressCallback | None) -> None:
@@ -150,11 +159,11 @@ async def keep_pulse(session: EngineSession) -> None:
     link = session.link
     while True:
         await anyio.sleep(PULSE)
-        while read_outputs(session):
-            await checkpoint()
+        drained = not read_outputs(session)
         if link.machine.state is not ClientState.SERVING:
             continue
-        link.looked()
+        if drained:
+            link.looked()
         while session.endpoints.disconnections.receive_nowait() is not None:
             pass  # strangers that came and went; what counts is the end of a connection after the engine's death
         session.send(link.machine.ping())
@@ -174,10 +183,12 @@ async def show_new_output(session: EngineSession) -> None:
     """Pass on what is there now."""
     process = session.link.process
     while process is not None and (text := process.output.read_new()):
-        await to_thread.run_sync(_write, text, abandon_on_cancel=True)
+        await to_thread.run_sync(_write, text, abandon_on_cancel=True, limiter=session.limiter)
 
 
 def _write(text: str) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    # A stderr that is closed, full or narrow must not end an engine. The crash report has the last lines all the same.
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()

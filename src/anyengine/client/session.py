@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -30,6 +30,9 @@ class EngineSession:
         self.endpoints = endpoints
         self.link: EngineLink = EngineLink(0, itertools.count(), time.monotonic)
         self.queue: OutputQueue = OutputQueue()
+        # Not the loop's own limiter: what the application does in threads must not keep an engine from being ended.
+        self.limiter: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
+        self.ending = False  # the engine has ended; its last outputs are being read
         self.closing = False
         self.closed = False
         self.death_told: bool = False
@@ -117,10 +120,24 @@ class EngineSession:
                 self._forget_id(handle)
             self.send(frames)
 
+    def abort_added(self, handles: Iterable[int]) -> None:
+        """Abort those of these requests that ``add_request`` made, and forget what is queued of them."""
+        own = [handle for handle in handles if self.link.machine.requests.get(handle) is self.queue]
+        if own:
+            self.abort(own)
+            self.queue.drop(own)
+
     def send(self, frames: Frames) -> list[zmq.MessageTracker]:
         """Send a message to the engine, at once and without waiting; the trackers of large frames."""
+        return self._send(self.endpoints.router.send, frames)
+
+    def send_copied(self, frames: Frames) -> None:
+        """Send a message of which ZeroMQ takes copies."""
+        self._send(self.endpoints.router.send_copied, frames)
+
+    def _send(self, send: Callable[[Frames], list[zmq.MessageTracker]], frames: Frames) -> list[zmq.MessageTracker]:
         try:
-            trackers = self.endpoints.router.send([self.link.identity, *frames])
+            trackers = send([self.link.identity, *frames])
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
@@ -151,8 +168,9 @@ class EngineSession:
         elif self._owners_kind is OutputQueue:
             self.queue.push(outputs)
         elif self._owners_kind is RequestStream and outputs.counts is None and not outputs.details:
+            push = RequestStream.keep_token if self.ending else RequestStream.push_token
             for stream, token in zip(owners, outputs.token_ids, strict=True):
-                stream.push_token(token)
+                push(stream, token)
         else:
             for owner, (_, tokens, details) in zip(owners, outputs.rows(), strict=True):
                 if owner is not self.queue:

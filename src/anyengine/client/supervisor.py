@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from anyengine.client.checks import check_seconds
-from anyengine.client.services import read_outputs
+from anyengine.client.services import LONGEST_READ_SLICE, read_outputs
 from anyengine.client.session import EngineSession
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
 from anyengine.process.engine_process import EngineProcess
@@ -27,8 +27,8 @@ logger: logging.Logger = logging.getLogger("anyengine")
 LAST_OUTPUTS_LIMIT = 0.025
 """Seconds after a death in which the connection must end; a forked grandchild may hold it open."""
 
-START_STATUS_LIMIT = 0.5
-"""Seconds to wait for the exit status of an engine that announced its death while it loaded."""
+STATUS_LIMIT = 0.5
+"""Seconds to wait for the exit status of an engine that failed to start or that the client had to kill."""
 
 LOOK = 0.05
 """Seconds between two looks at a process that is expected to end."""
@@ -69,7 +69,7 @@ class ShutdownPolicy:
     after SIGTERM, then it is killed with its whole group.
 
     :raises TypeError: if a limit is not a number
-    :raises ValueError: if a limit is not above 0, or the mode is another
+    :raises ValueError: if a limit is below 0, or the mode is another
     """
 
     mode: Literal["abort", "drain"] = "abort"
@@ -81,7 +81,7 @@ class ShutdownPolicy:
         if self.mode not in ("abort", "drain"):
             raise ValueError(f"ShutdownPolicy.mode={self.mode!r}: expected 'abort' or 'drain'")
         for name in ("drain_limit", "grace", "terminate"):
-            check_seconds(f"ShutdownPolicy.{name}", getattr(self, name))
+            check_seconds(f"ShutdownPolicy.{name}", getattr(self, name), zero=True)
 
 
 class Supervisor:
@@ -94,6 +94,7 @@ class Supervisor:
         self._on_death = on_death
         self._launching = threading.Lock()
         self._stopping = False
+        self._forced = False
 
     async def start(self, group: TaskGroup, limits: StartLimits) -> None:
         """Launch the process and return when the engine is READY.
@@ -113,7 +114,7 @@ class Supervisor:
         bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys, [])
         try:
             with anyio.CancelScope(shield=True):
-                process = await to_thread.run_sync(self._launch_in_thread, bootstrap)
+                process = await to_thread.run_sync(self._launch_in_thread, bootstrap, limiter=self._session.limiter)
         except OSError as error:
             report = CrashReport(
                 rank=self._link.rank,
@@ -131,12 +132,13 @@ class Supervisor:
         process = self._launcher.start(bootstrap)
         # A native cancellation may have ended the wait for this thread: a process that nobody knows of must not stay.
         with self._launching:
-            self._link.process = process
-            if self._stopping:
-                process.kill_group()
-                process.reap()
-                process.close()
-        return process
+            if not self._stopping:
+                self._link.process = process
+                return process
+        process.kill_group()
+        process.reap()
+        process.close()
+        raise EngineClosedError("the start was cancelled")
 
     async def _await_step(self, step: anyio.Event, limit: float | None, what: str, setting: str) -> None:
         link = self._link
@@ -156,15 +158,16 @@ class Supervisor:
         if self._link.fault is None and self._link.report is None and self._link.process is not None:
             self._link.fault = reason
             self._link.process.kill_group()
+            self._link.announced.set()
 
     async def _watch(self, process: EngineProcess) -> None:
         """Wait for the end of the process, then for the last outputs, then tell everybody."""
         async with anyio.create_task_group() as ending:
             ending.start_soon(self._end_of, process, ending.cancel_scope)
             await self._link.announced.wait()
-            # The engine said that it dies; its exit status follows, unless something in it hangs.
-            serving = self._link.machine.state is ClientState.SERVING
-            await anyio.sleep(LAST_OUTPUTS_LIMIT if serving else START_STATUS_LIMIT)
+            # The engine said that it dies, or was killed; its exit status follows, unless something holds the process.
+            serving = self._link.machine.state is ClientState.SERVING and self._link.fault is None
+            await anyio.sleep(LAST_OUTPUTS_LIMIT if serving else STATUS_LIMIT)
             self._conclude(process)
             process.kill_group()
             await anyio.sleep_forever()
@@ -186,7 +189,9 @@ class Supervisor:
         with anyio.move_on_after(LAST_OUTPUTS_LIMIT):
             while disconnections.receive_nowait() is None:
                 await disconnections.wait_readable()
-        while read_outputs(session):
+        # Readers are not woken between the slices: they get all of it, and the error behind it, in one go.
+        session.ending = True
+        while read_outputs(session, LONGEST_READ_SLICE):
             await checkpoint()
 
     def _conclude(self, process: EngineProcess) -> None:
@@ -196,7 +201,8 @@ class Supervisor:
         report = process.report(rank=link.rank, phase=link.phase, reason=link.fault)
         if link.death_message is not None:
             report = link.death_message.amend(report)
-        if session.closing:
+        crashed = report.exit_code != 0 and not self._forced and bool(link.machine.requests)
+        if session.closing and not crashed:
             session.close_waiters(lambda: EngineClosedError("the client was closed"))
             link.ended.set()
             return
@@ -231,6 +237,7 @@ class Supervisor:
                 return
             logger.warning("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
         if link.report is None and not process.has_ended():
+            self._forced = True
             process.terminate()
             if not await self._ends_within(process, policy.terminate):
                 logger.warning("engine %d ignores SIGTERM for %s s; killing it", link.rank, policy.terminate)
@@ -241,14 +248,16 @@ class Supervisor:
             while not process.has_ended():
                 # Looking as well as waiting: should the services have crashed, nobody watches any more.
                 with anyio.move_on_after(LOOK):
-                    await self._link.ended.wait()
+                    await (anyio.sleep(LOOK) if self._link.ended.is_set() else self._link.ended.wait())
             with anyio.move_on_after(WATCH_LIMIT):
                 await self._link.ended.wait()
         return process.has_ended()
 
     async def _kill(self, process: EngineProcess) -> None:
+        self._forced = True
         process.kill_group()
         await self._ends_within(process, GONE_LIMIT)
         process.reap()
-        if not await to_thread.run_sync(process.group_is_gone, GONE_LIMIT):
+        gone = await to_thread.run_sync(process.group_is_gone, GONE_LIMIT, limiter=self._session.limiter)
+        if not gone:
             logger.warning("processes of engine %d's group outlive SIGKILL", self._link.rank)

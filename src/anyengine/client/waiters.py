@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
@@ -89,6 +89,18 @@ class OutputQueue:
         if self._arrival is not None:
             self._arrival.set()
 
+    def drop(self, handles: Iterable[int]) -> None:
+        """Forget what is queued of these requests, which their owner aborted."""
+        gone = set(handles)
+        kept: deque[StepOutputs] = deque()
+        for step in self._steps:
+            rows = [handle not in gone for handle in step.handles]
+            if all(rows):
+                kept.append(step)
+            elif any(rows):
+                kept.append(step.select(rows))
+        self._steps = kept
+
     def close(self, error: ErrorFactory) -> None:
         """What is queued can still be read; then comes ``error``, for every call."""
         if self._error is None:
@@ -112,6 +124,7 @@ class OutputQueue:
             return self._steps.popleft()
         if self._arrival is not None:
             raise anyio.BusyResourceError("reading outputs from")
+        await checkpoint_if_cancelled()
         while not self._steps:
             if self._error is not None:
                 await checkpoint()

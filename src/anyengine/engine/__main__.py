@@ -1,7 +1,7 @@
 """``python -m anyengine.engine``: the engine's process. Its parent starts it and writes its bootstrap record.
 
-The arguments are three inherited file descriptors: the lifeline, and two files in which the parent finds the Python
-exception and the native stack if this process crashes.
+The arguments are four inherited file descriptors: the lifeline, the file with the bootstrap record, and two files in
+which the parent finds the Python exception and the native stack if this process crashes.
 """
 
 from __future__ import annotations
@@ -11,48 +11,42 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from types import FrameType
 from typing import Any
 
 import zmq
 
 from anyengine.engine import lifeline
-from anyengine.engine.proc import EngineCoreProc
+from anyengine.engine.failures import describe_failure
+from anyengine.engine.proc import EngineCoreProc, Terminated
 from anyengine.protocol import cbor
-from anyengine.protocol.bootstrap import Bootstrap
 
 
-def main(lifeline_fd: int, exception_fd: int, native_fd: int) -> None:
+def main(lifeline_fd: int, bootstrap_fd: int, exception_fd: int, native_fd: int) -> None:
     """Run one engine and end the process."""
     # Ctrl-C in a terminal is the parent's to answer: it decides the order in which things end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
+    lifeline.arm(lifeline_fd)
+    bootstrap = lifeline.read_bootstrap(bootstrap_fd)
     for fd in (exception_fd, native_fd):
         os.set_inheritable(fd, False)
     faulthandler.enable(file=native_fd, all_threads=True)
-    bootstrap = lifeline.read_bootstrap(lifeline_fd)
-    lifeline.arm(lifeline_fd)
     _name_process(f"anyengine-{bootstrap.rank}")
     sys.path += [entry for entry in bootstrap.import_path if entry not in sys.path]
     logging.basicConfig(level=logging.WARNING, format=f"[engine {bootstrap.rank}] %(levelname)s %(name)s: %(message)s")
-    _run(bootstrap, exception_fd)
-
-
-def _run(bootstrap: Bootstrap, exception_fd: int) -> None:
     context: zmq.Context[Any] = zmq.Context()
     proc = EngineCoreProc(bootstrap, context)
     try:
         proc.run()
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        os.write(exception_fd, cbor.encode_plain([type(error).__name__, str(error), text]))
-        sys.stderr.write(text)
-        sys.stderr.flush()
-        proc.announce_death(error)
-        context.term()
-        # Whatever else this process has (threads, atexit hooks) belongs to an engine in an unknown state.
-        os._exit(1)
+    except Terminated:
+        raise
+    except BaseException as error:
+        try:
+            _report(error, proc, context, exception_fd)
+        finally:
+            # Whatever else this process has (threads, atexit hooks) belongs to an engine in an unknown state.
+            os._exit(1)
     context.term()
     logging.shutdown()
     sys.stdout.flush()
@@ -62,8 +56,17 @@ def _run(bootstrap: Bootstrap, exception_fd: int) -> None:
     os._exit(0)
 
 
+def _report(error: BaseException, proc: EngineCoreProc, context: zmq.Context[Any], exception_fd: int) -> None:
+    failure = describe_failure(error)
+    os.write(exception_fd, cbor.encode_plain(list(failure)))
+    sys.stderr.write(failure[2])
+    sys.stderr.flush()
+    proc.announce_death(error)
+    context.term()
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    raise Terminated(128 + number)
 
 
 def _name_process(name: str) -> None:

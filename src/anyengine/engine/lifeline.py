@@ -13,18 +13,15 @@ import signal
 import sys
 import threading
 
-from anyengine.protocol.bootstrap import LENGTH, Bootstrap
+from anyengine.protocol.bootstrap import Bootstrap
 
 _F_SETSIG = 10  # <fcntl.h>, Linux; Python's fcntl module does not name it
 
 
 def read_bootstrap(fd: int) -> Bootstrap:
-    """Read the record that the parent wrote; blocks until it is there.
-
-    :raises SystemExit: if the parent is gone before it was complete
-    """
-    (length,) = LENGTH.unpack(_read_exactly(fd, LENGTH.size))
-    return Bootstrap.decode(_read_exactly(fd, length))
+    """Read the record that the parent left in a file, and close the file."""
+    with open(fd, "rb") as file:
+        return Bootstrap.decode(file.read())
 
 
 def arm(fd: int) -> None:
@@ -36,7 +33,7 @@ def arm(fd: int) -> None:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
         try:
-            os.read(fd, 1)  # the parent may have gone before O_ASYNC was set; nothing is ever written any more
+            os.read(fd, 1)  # the parent may have gone before O_ASYNC was set; nothing is ever written
         except BlockingIOError:
             return
         os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -47,13 +44,3 @@ def arm(fd: int) -> None:
 def _wait_for_end(fd: int) -> None:
     os.read(fd, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _read_exactly(fd: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        chunk = os.read(fd, size - len(data))
-        if not chunk:
-            raise SystemExit("the process that started this engine is gone")
-        data += chunk
-    return data

@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import zmq
 
 from anyengine import frames
 from anyengine.engine.core import Deferred, EngineCore, EngineRequest, utilities_of
+from anyengine.engine.failures import describe_failure, message_of
 from anyengine.errors import ProtocolError, RequestError, UnencodableError
 from anyengine.protocol import engine_machine as machine
 from anyengine.protocol.bootstrap import Bootstrap
@@ -32,6 +32,10 @@ STATS_INTERVAL = 1.0
 
 GOODBYE_LINGER = 2000
 """Milliseconds for which the last messages may wait to be read when the process ends."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM came: the process ends in good order, wherever it is."""
 
 
 class EngineCoreProc:
@@ -78,8 +82,7 @@ class EngineCoreProc:
     def announce_death(self, error: BaseException) -> None:
         """Tell the client of what this engine dies, if it can be told."""
         if self._push is not None and self._protocol.state is not machine.EngineState.DEAD:
-            text = "".join(traceback.format_exception(error))
-            self._push.send_multipart(self._protocol.dead(type(error).__name__, str(error), text))
+            self._push.send_multipart(self._protocol.dead(*describe_failure(error)))
         self.close()
 
     # ---- starting ----
@@ -167,10 +170,11 @@ class EngineCoreProc:
                 try:
                     core.add_request(request)
                 except RequestError as error:
-                    self._send(protocol.refuse(self._steps, message.handle, str(error)))
+                    self._send(protocol.refuse(self._steps, message.handle, message_of(error)))
                 except Exception as error:
-                    logger.warning("request %d failed in add_request", message.handle, exc_info=True)
-                    self._send(protocol.refuse(self._steps, message.handle, f"{type(error).__name__}: {error}"))
+                    kind, problem, text = describe_failure(error)
+                    logger.warning("request %d failed in add_request:\n%s", message.handle, text)
+                    self._send(protocol.refuse(self._steps, message.handle, f"{kind}: {problem}"))
             case machine.RequestMalformed(handle, problem):
                 self._send(protocol.refuse(self._steps, handle, problem))
             case machine.AbortReceived(handles):
@@ -202,7 +206,9 @@ class EngineCoreProc:
             return
         try:
             value = getattr(core, method)(*args)
-        except Exception as error:
+        except Terminated:
+            raise
+        except (Exception, SystemExit) as error:  # sys.exit() in a utility is that call's failure
             answer(None, error)
             return
         if isinstance(value, Deferred):
@@ -216,9 +222,9 @@ class EngineCoreProc:
                 self._send(self._protocol.answer(call_id, value))
                 return
             except UnencodableError as refused:
-                failure = (type(refused).__name__, str(refused), None)
+                failure = type(refused).__name__, str(refused), None
         else:
-            failure = (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+            failure = describe_failure(error)
         self._send(self._protocol.answer(call_id, None, failure))
 
     def _step(self, core: EngineCore) -> None:

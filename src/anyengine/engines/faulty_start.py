@@ -22,10 +22,10 @@ StartFault = Literal["raise", "exit", "kill", "hang", "hang_after_hello", "other
 VARIABLE = "ANYENGINE_START_FAULT"
 
 
-def main(lifeline_fd: int) -> None:
+def main(lifeline_fd: int, bootstrap_fd: int) -> None:
     """Read the bootstrap record as an engine would, then fail."""
-    bootstrap = lifeline.read_bootstrap(lifeline_fd)
     lifeline.arm(lifeline_fd)
+    bootstrap = lifeline.read_bootstrap(bootstrap_fd)
     fault = os.environ[VARIABLE]
     print(f"about to fail: {fault}", file=sys.stderr, flush=True)  # noqa: T201 - the last words of the process
     if fault == "raise":
@@ -46,4 +46,4 @@ def main(lifeline_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

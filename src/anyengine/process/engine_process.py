@@ -16,13 +16,14 @@ import anyio
 from anyio import to_thread
 
 from anyengine.errors import CrashReport, Phase, ProtocolError
+from anyengine.process.lifelines import close_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type
 
 logger: logging.Logger = logging.getLogger("anyengine")
 
-REAP_LIMIT = 2.0
+REAP_LIMIT = 0.5
 """Seconds to wait for a process that was killed: one that the kernel holds cannot be waited for."""
 
 
@@ -40,20 +41,26 @@ class EngineProcess:
         self.pid: int = child.pid
         self.output = output
         self._child = child
-        self._lifeline: int | None = lifeline
+        self._lifeline = lifeline
         self._exception = exception
         self._native = native
         self._pidfd = _open_pidfd(child.pid)
         self._status_taken = False
         self._reaped = False
+        self._watched = False
+        self._closed = False
 
     async def wait(self) -> None:
         """Return when the process has ended. On Linux it is not reaped then, so its group can still be named."""
         if self._pidfd is None:
             await to_thread.run_sync(self._wait_in_thread, abandon_on_cancel=True)
             return
-        while not self.has_ended():
-            await anyio.wait_readable(self._pidfd)
+        self._watched = True
+        try:
+            while not self.has_ended():
+                await anyio.wait_readable(self._pidfd)
+        finally:
+            self._watched = False
 
     def has_ended(self) -> bool:
         """Whether there is an exit status. Readiness of a descriptor alone is not believed."""
@@ -84,7 +91,7 @@ class EngineProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Take the exit status, after :meth:`wait` or :meth:`kill_group`; blocks until the process has ended."""
+        """Take the exit status, after :meth:`wait` or :meth:`kill_group`; blocks for the moment that a kill takes."""
         try:
             self._child.wait(timeout=REAP_LIMIT)
         except subprocess.TimeoutExpired:
@@ -127,19 +134,17 @@ class EngineProcess:
             return report  # the process was killed while it wrote
         return dataclasses.replace(report, exception_type=kind, exception_message=message, traceback=traceback)
 
-    def release_lifeline(self) -> None:
-        """Close this process's end of the lifeline: whatever still lives on the other end is killed by the kernel."""
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
-
     def close(self) -> None:
-        """Let go of all descriptors, after :meth:`reap`."""
-        self.release_lifeline()
+        """Let go of all descriptors, after :meth:`reap`. What still lives of the group, the lifeline's end kills."""
+        if self._closed:
+            return
+        self._closed = True
+        close_lifeline(self._lifeline)
         for file in (self._exception, self._native, self.output):
             file.close()
         if self._pidfd is not None:
-            anyio.notify_closing(self._pidfd)
+            if self._watched:
+                anyio.notify_closing(self._pidfd)
             os.close(self._pidfd)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Mapping
 
 from anyengine.process.engine_process import EngineProcess
+from anyengine.process.lifelines import close_lifeline, open_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
 from anyengine.protocol.bootstrap import Bootstrap
 
@@ -20,57 +21,61 @@ class ProcessLauncher:
 
     Name another interpreter to run the engine in an environment of its own; it needs anyengine too. With this
     process's own interpreter the child also looks for modules where this process does.
+
+    :raises TypeError: if a field is not a string, or the environment not a mapping of strings
     """
 
     python: str = sys.executable
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     module: str = "anyengine.engine"
 
+    def __post_init__(self) -> None:
+        for name in ("python", "module"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise TypeError(f"ProcessLauncher.{name}={value!r} ({type(value).__name__}): expected a string")
+        if not isinstance(self.environment, Mapping):
+            raise TypeError(f"ProcessLauncher.environment={self.environment!r}: expected a mapping of strings")
+        for name, value in self.environment.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise TypeError(f"ProcessLauncher.environment has {name!r}: {value!r}; expected strings")
+
     def start(self, bootstrap: Bootstrap) -> EngineProcess:
         """Start the process and hand it ``bootstrap``; blocking, for some milliseconds.
 
         :raises OSError: if it cannot be started
         """
-        record = bootstrap._replace(import_path=list(sys.path) if self.python == sys.executable else []).encode()
-        lifeline, lifeline_end = os.pipe()
-        files = [AnonymousFile("anyengine-exception"), AnonymousFile("anyengine-native")]
-        output = ChildOutput()
-        child_ends: list[int] = [lifeline]
-        try:
-            child_ends += [file.open_for_append() for file in files]
-            passed = tuple(child_ends)
-            child_ends.append(output.open_for_append())
-            os.write(lifeline_end, record)
+        import_path = [entry for entry in sys.path if isinstance(entry, str)] if self.python == sys.executable else []
+        record = bootstrap._replace(import_path=import_path).encode()
+        # ``kept`` is undone if anything fails, ``passed`` in any case: the child has descriptors of its own then.
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as passed:
+            lifeline, parent_end = open_lifeline()
+            passed.callback(os.close, lifeline)
+            kept.callback(close_lifeline, parent_end)
+            handover = AnonymousFile("anyengine-bootstrap")
+            passed.callback(handover.close)
+            os.write(handover.open_for_append(passed), record)
+            exception, native = AnonymousFile("anyengine-exception"), AnonymousFile("anyengine-native")
+            output = ChildOutput()
+            for file in (exception, native, output):
+                kept.callback(file.close)
+            inherited = (
+                lifeline, handover.fd, exception.open_for_append(passed), native.open_for_append(passed)
+            )  # fmt: skip
+            printed = output.open_for_append(passed)
             child = subprocess.Popen(
-                [self.python, "-P", "-m", self.module, *map(str, passed)],
+                [self.python, "-P", "-m", self.module, *map(str, inherited)],
                 stdin=subprocess.DEVNULL,
-                stdout=child_ends[-1],
-                stderr=child_ends[-1],
+                stdout=printed,
+                stderr=printed,
                 env={**os.environ, **self.environment},
-                pass_fds=passed,
+                pass_fds=inherited,
                 # A session and group of its own: Ctrl-C in the terminal reaches the parent alone, which decides what
                 # happens in which order, and all that the engine starts can be ended together.
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(lifeline_end)
-            for file in (*files, output):
-                file.close()
-            raise
-        finally:
-            for fd in child_ends:
-                os.close(fd)
-        _open_lifelines.add(process := EngineProcess(child, lifeline_end, files[0], files[1], output))
+            kept.callback(child.wait)
+            kept.callback(child.kill)
+            process = EngineProcess(child, parent_end, exception, native, output)
+            kept.pop_all()
         return process
-
-
-_open_lifelines: weakref.WeakSet[EngineProcess] = weakref.WeakSet()
-
-
-def _close_inherited_lifelines() -> None:
-    # A process forked from this one (multiprocessing, say) must not keep engines alive that this one owns.
-    for process in _open_lifelines:
-        process.release_lifeline()
-
-
-os.register_at_fork(after_in_child=_close_inherited_lifelines)

@@ -6,6 +6,7 @@ A pipe would block the child as soon as it is full and the application's loop bu
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import os
 import sys
@@ -28,12 +29,13 @@ class AnonymousFile:
             self.fd, path = tempfile.mkstemp(prefix=name)
             self._path = path
 
-    def open_for_append(self) -> int:
-        """Another descriptor, with which every write lands at the end, however many processes write."""
-        if sys.platform == "linux":
-            return os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        os.unlink(self._path)
+    def open_for_append(self, owner: contextlib.ExitStack) -> int:
+        """Another descriptor, with which every write lands at the end; ``owner`` closes it."""
+        path = f"/proc/self/fd/{self.fd}" if sys.platform == "linux" else self._path
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        owner.callback(os.close, fd)
+        if sys.platform != "linux":
+            os.unlink(self._path)
         return fd
 
     def read_from(self, offset: int, limit: int = 1024 * 1024) -> bytes:
@@ -55,9 +57,9 @@ class ChildOutput:
         self._shown = 0
         self._freed = 0
 
-    def open_for_append(self) -> int:
-        """The descriptor that becomes the child's stdout and stderr."""
-        return self._file.open_for_append()
+    def open_for_append(self, owner: contextlib.ExitStack) -> int:
+        """The descriptor that becomes the child's stdout and stderr; ``owner`` closes it."""
+        return self._file.open_for_append(owner)
 
     def read_new(self) -> str:
         """What was printed since the last call, at most a mebibyte. Memory far behind it is given back."""

@@ -1,19 +1,15 @@
-"""What the parent hands to the child's process before any socket exists: a CBOR record on the lifeline pipe.
+"""What the parent hands to the child's process before any socket exists: a CBOR record in a file without a name.
 
 So nothing that must stay secret is in the child's arguments or environment, where other users could read it.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type, expect_u16
-
-LENGTH = struct.Struct("<I")
-"""The record is preceded by its length in bytes."""
 
 
 class CurveKeys(NamedTuple):
@@ -37,14 +33,13 @@ class Bootstrap(NamedTuple):
     import_path: list[str]
 
     def encode(self) -> bytes:
-        """The record with its length in front."""
+        """The record as bytes."""
         keys = None if self.keys is None else list(self.keys)
-        body = cbor.encode_plain([self.address, self.rank, self.token, keys, self.import_path])
-        return LENGTH.pack(len(body)) + body
+        return cbor.encode_plain([self.address, self.rank, self.token, keys, self.import_path])
 
     @classmethod
     def decode(cls, body: bytes) -> Bootstrap:
-        """The record without its length.
+        """The record that :meth:`encode` made.
 
         :raises ProtocolError: if it is not such a record
         """
@@ -56,6 +51,8 @@ class Bootstrap(NamedTuple):
             keys = CurveKeys(*expect_array("bootstrap keys", keys, 3))
             for key in keys:
                 expect_type("bootstrap key", key, str)
+                if len(key) != 40:
+                    raise ProtocolError(f"a bootstrap key has {len(key)} characters, expected 40")
         expect_type("bootstrap import path", import_path, list)
         if not all(type(entry) is str for entry in import_path):
             raise ProtocolError("the bootstrap import path holds something that is not a string")

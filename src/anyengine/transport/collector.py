@@ -15,7 +15,7 @@ _lock = threading.Lock()
 _users = 0
 _ran_before = False
 
-IDLE_LIMIT = 0.5
+IDLE_LIMIT = 0.05
 """Seconds for which closing waits until the memory of the last frames is let go."""
 
 

@@ -126,7 +126,7 @@ class Endpoints:
         self.router.close()
 
     def close(self) -> None:
-        """End the context and remove the directory, after :meth:`close_sockets`; blocks for a moment."""
+        """End the context and remove the directory, after :meth:`close_sockets`; blocks for a millisecond or so."""
         self._context.term()
         collector.release()
         if self._directory is not None:

@@ -7,7 +7,7 @@ change away. Here every operation that may have taken it looks at the socket's e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 import zmq
@@ -70,10 +70,19 @@ class Socket:
         :raises anyio.ClosedResourceError: if the socket is closed
         :raises zmq.ZMQError: EHOSTUNREACH if a ROUTER does not know the peer
         """
+        return self._send(frames.send_tracked, message)
+
+    def send_copied(self, message: Sequence[Buffer]) -> list[zmq.MessageTracker]:
+        """Send at once, ZeroMQ taking copies: there is nothing to track. Errors as :meth:`send`."""
+        return self._send(frames.send_copied, message)
+
+    def _send(
+        self, send: Callable[[zmq.Socket[bytes], Sequence[Buffer]], list[zmq.MessageTracker]], message: Sequence[Buffer]
+    ) -> list[zmq.MessageTracker]:
         if self._closed:
             raise anyio.ClosedResourceError
         try:
-            return frames.send_tracked(self._raw, message)
+            return send(self._raw, message)
         finally:
             self._drained = False
             if self._parked is not None and frames.has_input(self._raw):

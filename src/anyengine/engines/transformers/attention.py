@@ -82,7 +82,7 @@ class _Piece:
 
 
 class PagedAttention:
-    """Attention for one step. ``chunks`` has its pieces in the order of their tokens: those of one token first."""
+    """Attention for one step. ``chunks`` are the step's chunks in the order of its rows: those of one token first."""
 
     def __init__(self, chunks: Sequence[Chunk], cache: KVCache) -> None:
         single = [chunk for chunk in chunks if chunk.stop - chunk.start == 1]
@@ -115,7 +115,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Store the step's keys and values, then attend to all that each request has; see :class:`Attention`."""
         layer: int = module.layer_idx
-        scale: float | None = options["scaling"]
+        scale: float | None = options.get("scaling")
         self._cache.write(layer, self._slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         kv_heads, sharing = key.shape[1], query.shape[1] // key.shape[1]
         result = query.new_empty(query.shape[2], query.shape[1], value.shape[3])

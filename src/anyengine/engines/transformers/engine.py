@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anyengine.engine.core import (
     EngineCore,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
-_CPU_CACHE_BYTES = 2**30
-_CUDA_CACHE_SHARE = 0.9
 _WARM_UP_TOKENS = 16
 
 
@@ -122,7 +120,7 @@ class TransformersEngine(EngineCore):
         budget = self._max_num_batched_tokens or max(_BATCHED_TOKENS[device.type], self._max_num_seqs)
         # As many tokens as a step can have: on CUDA what this takes stays reserved and is not given to the cache.
         layout = model.probe(budget if device.type == "cuda" else 1)
-        num_blocks = self._num_blocks(layout, model, device)
+        num_blocks = self._num_blocks(layout, model)
         max_model_len = self._length(model, num_blocks * self._block_size)
         self._model = model
         self._cache = KVCache(layout, num_blocks, self._block_size, device)
@@ -160,7 +158,7 @@ class TransformersEngine(EngineCore):
         if unsupported:
             names = ", ".join(f"SamplingParams.{name}" for name in sorted(unsupported))
             raise RequestError(f"the transformers engine does not support {names}")
-        embeds = None if request.prompt_embeds is None else self._embeds(request.prompt_embeds)
+        embeds = None if request.prompt_embeds is None else self._model.as_embeds(request.prompt_embeds)
         tokens = [0] * len(embeds) if embeds is not None else list(request.prompt_token_ids or ())
         length, limit = len(tokens), self._info.max_model_len
         if not tokens:
@@ -236,35 +234,12 @@ class TransformersEngine(EngineCore):
             return OutputDetails(finish_reason="length", logprobs=positions)
         return None if positions is None else OutputDetails(logprobs=positions)
 
-    def _embeds(self, value: Any) -> torch.Tensor:
-        import torch
-
-        hidden = self._model.hidden_size
-        try:
-            embeds = torch.as_tensor(value.to_torch() if hasattr(value, "to_torch") else value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise RequestError(f"prompt_embeds cannot become a torch tensor: {error}") from error
-        if embeds.ndim != 2 or embeds.shape[1] != hidden or not embeds.is_floating_point():
-            raise RequestError(
-                f"prompt_embeds of shape {list(embeds.shape)} and {embeds.dtype}: expected [tokens, {hidden}] of floats"
-            )
-        embeds = embeds.to(device=self._model.device, dtype=self._model.dtype)
-        if not embeds.isfinite().all():
-            raise RequestError(f"prompt_embeds holds NaN, or numbers that are infinite in {self._model.dtype}")
-        return embeds
-
-    def _num_blocks(self, layout: KVLayout, model: CausalModel, device: torch.device) -> int:
-        import torch
-
+    def _num_blocks(self, layout: KVLayout, model: CausalModel) -> int:
         block_bytes = layout.bytes_per_token * self._block_size
         if self._kv_cache_bytes is not None:
             return self._kv_cache_bytes // block_bytes
-        blocks = _CPU_CACHE_BYTES // block_bytes
-        if device.type == "cuda":
-            # Beside the cache, attention holds what it gathers of one layer, and up to half of that is padding.
-            share = _CUDA_CACHE_SHARE / (1 + 2 / layout.num_layers)
-            blocks = int(torch.cuda.mem_get_info(device)[0] * share) // block_bytes
-        elif self._max_model_len is not None:
+        blocks = layout.default_bytes(model.device) // block_bytes
+        if model.device.type == "cpu" and self._max_model_len is not None:
             blocks = max(blocks, -(-self._max_model_len // self._block_size))
         longest = self._max_model_len or model.max_length
         return blocks if longest is None else min(blocks, self._max_num_seqs * -(-longest // self._block_size))

@@ -26,6 +26,13 @@ class KVLayout:
         """Bytes for the keys and values of one token in all layers."""
         return self.num_layers * self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
+    def default_bytes(self, device: torch.device) -> int:
+        """What the cache may take: 1 GiB on the CPU, and nine tenths of what is free on CUDA, work space included."""
+        if device.type != "cuda":
+            return 2**30
+        # Beside the cache, attention holds what it gathers of one layer, and up to half of that is padding.
+        return int(0.9 * torch.cuda.mem_get_info(device)[0] / (1 + 2 / self.num_layers))
+
 
 class KVCache:
     """Keys and values as ``[layer, block, token in block, head, dimension]``, for blocks 1 to ``num_blocks``.

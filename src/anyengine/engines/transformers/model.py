@@ -18,6 +18,7 @@ import transformers
 from anyengine.engines.transformers import attention
 from anyengine.engines.transformers.kv_cache import KVCache, KVLayout
 from anyengine.engines.transformers.scheduler import Chunk
+from anyengine.errors import RequestError
 
 _HARMLESS_OPTIONS = frozenset({"scaling", "dropout", "is_causal", "position_ids", "sliding_window"})
 """What a layer may hand to its attention: without effect here, or checked on its own."""
@@ -95,7 +96,7 @@ class CausalModel:
         self.device = device
         self.dtype: torch.dtype = self._model.dtype
         self.vocab_size: int = self._config.vocab_size
-        self.hidden_size: int = self._embed.embedding_dim
+        self._hidden_size: int = self._embed.embedding_dim
         self.max_length: int | None = getattr(self._config, "max_position_embeddings", None)
         self.window: int | None = _rope_window(self._config)
         self.eos_token_ids = _token_ids(self._model.generation_config.eos_token_id)
@@ -122,6 +123,25 @@ class CausalModel:
         self.window = min(windows, default=None)
         heads, key_dim, value_dim = probe.shapes[0]
         return KVLayout(len(probe.shapes), heads, key_dim, value_dim, self.dtype)
+
+    def as_embeds(self, value: Any) -> torch.Tensor:
+        """A prompt of embeddings, ``[token, hidden]``: from a tensor, a numpy array or a ``WireArray``.
+
+        :raises RequestError: if it is something else, or has another shape, or holds what is not a finite number
+        """
+        try:
+            embeds = torch.as_tensor(value.to_torch() if hasattr(value, "to_torch") else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RequestError(f"prompt_embeds cannot become a torch tensor: {error}") from error
+        if embeds.ndim != 2 or embeds.shape[1] != self._hidden_size or not embeds.is_floating_point():
+            raise RequestError(
+                f"prompt_embeds of shape {list(embeds.shape)} and {embeds.dtype}: "
+                f"expected [tokens, {self._hidden_size}] of floats"
+            )
+        embeds = embeds.to(device=self.device, dtype=self.dtype)
+        if not embeds.isfinite().all():
+            raise RequestError(f"prompt_embeds holds NaN, or numbers that are infinite in {self.dtype}")
+        return embeds
 
     def forward(self, chunks: list[Chunk], cache: KVCache) -> tuple[list[Chunk], torch.Tensor]:
         """Run a step. Returns the chunks from which a token is sampled, and their logits ``[chunk, vocab]``."""
