@@ -22,10 +22,18 @@ def receive_nowait(socket: zmq.Socket[bytes], routed: bool = False) -> list[byte
 
     :raises zmq.Again: if no message waits
     """
+    return _receive(socket, _NOBLOCK, 3 if routed else 2)
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes | memoryview]:
+    """The next message as :func:`receive_nowait` gives it; waits in native code, where signals are still heard."""
+    return _receive(socket, 0, 2)
+
+
+def _receive(socket: zmq.Socket[bytes], flags: int, copied: int) -> list[bytes | memoryview]:
     # Frames say themselves whether more follow; asking the socket (RCVMORE) takes longer than receiving does.
-    frame = socket.recv(_NOBLOCK, copy=False)
+    frame = socket.recv(flags, copy=False)
     frames: list[bytes | memoryview] = [frame.bytes]
-    copied = 3 if routed else 2
     while frame.more:
         frame = socket.recv(_NOBLOCK, copy=False)
         frames.append(frame.bytes if len(frames) < copied else memoryview(frame.buffer))

@@ -38,6 +38,7 @@ from anyengine.protocol.requests import Ping
 from anyengine.types import SamplingParams
 
 Message = list[bytes | memoryview]
+Row = tuple[int, list[int], OutputDetails | None]
 UP = (ClientState.SERVING, ClientState.CLOSING)
 rarely = st.integers(0, 7).map(lambda number: number == 7)
 ANSWERING = (EngineState.SERVING, EngineState.DRAINING)
@@ -151,8 +152,9 @@ class Link(RuleBasedStateMachine):
         self.client_sends(frames)
 
     @precondition(lambda self: self.client.state in UP)
-    @rule(picks=st.lists(st.integers(0, 12), max_size=4))
-    def abort(self, picks: list[int]) -> None:
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        picks = data.draw(st.lists(st.sampled_from([0, 10**6, *self.requests]), max_size=4))
         live = {handle for handle, waiter in self.requests.items() if waiter.end is None and not waiter.aborted}
         frames = self.client.abort(picks)
         assert (frames is None) == (not live & set(picks))
@@ -241,22 +243,48 @@ class Link(RuleBasedStateMachine):
 
     # ---- the engine's application ----
 
+    @precondition(lambda self: self.alive and self.engine.state in ANSWERING and self.running)
+    @rule(count=st.integers(1, 4))
+    def steps_of_one_token_each(self, count: int) -> None:
+        for _ in range(count):
+            self.step([(handle, [next(self.tokens)], None) for handle in self.running])
+
+    @precondition(lambda self: self.alive and self.engine.state in ANSWERING and self.client.state in UP)
+    @rule(data=st.data())
+    def abort_between_two_steps(self, data: st.DataObject) -> None:
+        self.all_arrives()
+        if self.alive and self.running:
+            self.steps_of_one_token_each(3)
+            self.arrives_at_client(data.draw(st.integers(1, 2)))
+            self.abort(data)
+
     @precondition(lambda self: self.alive and self.engine.state in ANSWERING)
     @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
-        rows: list[tuple[int, list[int], OutputDetails | None]] = []
-        batch = self.running[: data.draw(st.integers(1, 3))] if data.draw(st.booleans()) else self.running
-        for handle in list(batch):
+    def some_step(self, data: st.DataObject) -> None:
+        rows: list[Row] = []
+        for handle in self.running[: data.draw(st.integers(0, 4))]:
             new = [next(self.tokens) for _ in range(data.draw(st.sampled_from([1, 1, 1, 0, 3])))]
             reason = data.draw(st.sampled_from([None, None, None, "stop", "error"]))
-            details = None if reason is None else OutputDetails(finish_reason=reason)
-            rows.append((handle, new, details))
-            self.generated[handle] += new
-            if reason is not None:
-                self.running.remove(handle)
-        if data.draw(st.integers(0, 4)) == 0:  # an adapter that goes on about a request that has ended, or never was
-            ended = data.draw(st.sampled_from([10**6, *sorted(set(self.generated) - self.engine.live)]))
-            rows.append((ended, [next(self.tokens)], OutputDetails(finish_reason="stop")))
+            rows.append((handle, new, None if reason is None else OutputDetails(finish_reason=reason)))
+        self.step(rows)
+
+    @precondition(lambda self: self.alive and self.engine.state in ANSWERING)
+    @rule(data=st.data())
+    def step_that_goes_on_about_what_has_ended(self, data: st.DataObject) -> None:
+        """An adapter that does so is at fault, but nobody must notice."""
+        ended = st.sampled_from([10**6, *sorted(set(self.generated) - self.engine.live)])
+        handles = [*data.draw(st.sets(ended, max_size=2)), *self.running]
+        last = data.draw(st.sampled_from([None, *handles]))
+        details = OutputDetails(finish_reason="stop")
+        self.step([(handle, [next(self.tokens)], details if handle == last else None) for handle in handles])
+        self.step([(handle, [next(self.tokens)], None) for handle in handles])
+
+    def step(self, rows: list[Row]) -> None:
+        for handle, tokens, details in rows:
+            if handle in self.running:
+                self.generated[handle] += tokens
+                if details is not None:
+                    self.running.remove(handle)
         self.steps += 1
         self.engine_pushes(self.engine.outputs(self.steps, from_rows(rows)))
 

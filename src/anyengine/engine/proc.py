@@ -101,8 +101,7 @@ class EngineCoreProc:
 
     def _await_init(self) -> machine.InitReceived:
         while True:
-            self._dealer.poll()
-            event = self._protocol.receive(frames.receive_nowait(self._dealer))
+            event = self._protocol.receive(frames.receive(self._dealer))
             if isinstance(event, machine.InitReceived):
                 return event
 
@@ -127,26 +126,25 @@ class EngineCoreProc:
     # ---- serving ----
 
     def _serve(self, core: EngineCore) -> None:
-        while True:
-            working = core.has_work()
-            if not working and self._stats_due:
-                self._send_stats(core)
-            self._receive(core, wait=not working and self._ending is None)
-            if self._ending == "abort":
-                self._abort(core, list(self._protocol.live))
-            if self._ending is not None and not self._protocol.live:
-                return
+        while self._ending is None:
             if core.has_work():
                 self._step(core)
-            elif self._ending is not None:
-                # Live requests without work would make draining endless.
-                self._abort(core, list(self._protocol.live))
+                self._receive(core)
+                continue
+            if self._stats_due:
+                self._send_stats(core)
+            self._receive(core, wait=True)
+        if self._ending == "drain":
+            while self._protocol.live and core.has_work():
+                self._step(core)
+                self._receive(core)
+        self._abort(core, list(self._protocol.live))
 
-    def _receive(self, core: EngineCore, *, wait: bool) -> None:
-        if wait:
-            self._dealer.poll()
-        while frames.has_input(self._dealer):
-            message = frames.receive_nowait(self._dealer)
+    def _receive(self, core: EngineCore, *, wait: bool = False) -> None:
+        """Take in all that has come; with ``wait``, at least one message."""
+        while wait or frames.has_input(self._dealer):
+            message = frames.receive(self._dealer) if wait else frames.receive_nowait(self._dealer)
+            wait = False
             try:
                 event = self._protocol.receive(message)
             except machine.MessageLostError:

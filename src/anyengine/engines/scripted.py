@@ -88,6 +88,7 @@ class ScriptedEngine(EngineCore):
         # While nothing but counting happens, a step is one addition to the columns of the step before.
         self._handles = array("Q")
         self._tokens = array("I")
+        self._ones = 0
         self._plain_steps = 0
         self._made_plain = 0
 
@@ -188,13 +189,13 @@ class ScriptedEngine(EngineCore):
                 return None
             self._handles = array("Q", self._running)
             self._tokens = array("I", [request.next_token for request in self._running.values()])
+            self._ones = int.from_bytes(b"\x01\x00\x00\x00" * len(self._tokens), "little")
         self._plain_steps -= 1
         self._made_plain += 1
         outputs = StepOutputs(self._handles, self._tokens)
         # All tokens plus one at once: the column is one long number, and none of its digits overflows.
-        size = len(self._tokens) * 4
-        ones = int.from_bytes(b"\x01\x00\x00\x00" * len(self._tokens), "little")
-        self._tokens = array("I", (int.from_bytes(self._tokens.tobytes(), "little") + ones).to_bytes(size, "little"))
+        column = int.from_bytes(self._tokens.tobytes(), "little") + self._ones
+        self._tokens = array("I", column.to_bytes(len(self._tokens) * 4, "little"))
         return outputs
 
     def _plain_steps_of(self, request: _Running) -> int:

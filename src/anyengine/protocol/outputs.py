@@ -117,9 +117,10 @@ def from_rows(rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -
 
 def encode_column(typecode: str, values: Sequence[int], buffers: list[cbor.Buffer]) -> bytes | int:
     """A column of u32 (``"I"``) or u64 (``"Q"``) as bytes, or as the index of the buffer that now holds them."""
-    if getattr(values, "typecode", getattr(values, "format", None)) != typecode:  # neither array nor memoryview of it
-        values = array(typecode, values)
-    data = cast("array[int] | memoryview", values).tobytes()
+    column = cast("array[int]", values)
+    if type(column) is not array or column.typecode != typecode:
+        column = array(typecode, values)
+    data = column.tobytes()
     if len(data) <= arrays.INLINE_LIMIT:
         return data
     buffers.append(data)
