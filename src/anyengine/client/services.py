@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
 from anyengine.errors import ProtocolError
-from anyengine.protocol.client_machine import (
+from anyengine.protocol.client_events import (
     CallAnswered,
     ClientState,
     DeathAnnounced,

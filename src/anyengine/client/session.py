@@ -15,7 +15,7 @@ from anyengine.client.link import EngineLink
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.waiters import ErrorFactory, OutputQueue
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError, RequestError
-from anyengine.protocol.client_machine import ClientState, StepReceived
+from anyengine.protocol.client_events import ClientState, StepReceived
 from anyengine.protocol.requests import Frames
 from anyengine.transport.endpoints import Endpoints
 from anyengine.types import SamplingParams

@@ -20,7 +20,7 @@ from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
 from anyengine.process.engine_process import EngineProcess
 from anyengine.process.launcher import ProcessLauncher
 from anyengine.protocol.bootstrap import Bootstrap
-from anyengine.protocol.client_machine import ClientState
+from anyengine.protocol.client_events import ClientState
 
 logger: logging.Logger = logging.getLogger("anyengine")
 

@@ -7,151 +7,32 @@ leaves its table exactly once: by an event, by :meth:`ClientMachine.forget_call`
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic
 
 from anyengine.errors import ProtocolError
+from anyengine.protocol.client_events import (
+    TRANSITIONS,
+    CallAnswered,
+    ClientInput,
+    ClientState,
+    DeathAnnounced,
+    Event,
+    HelloReceived,
+    MessageLostError,
+    Owner,
+    PongReceived,
+    ProgressReceived,
+    ReadyReceived,
+    StatsReceived,
+    StepReceived,
+    VersionError,
+)
 from anyengine.protocol.handshake import Hello, Progress
 from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_engine, salvage
-from anyengine.protocol.outputs import StepOutputs
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
-from anyengine.types import EngineInfo, SamplingParams
-
-Owner = TypeVar("Owner")
-
-
-class ClientState(enum.Enum):
-    """How far one engine has come, as its client knows it."""
-
-    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
-
-    CONNECTING = "connecting"  # nothing heard yet
-    GREETED = "greeted"  # HELLO came
-    LOADING = "loading"  # INIT sent
-    SERVING = "serving"  # READY came
-    CLOSING = "closing"  # SHUTDOWN sent
-    DEAD = "dead"
-
-
-class ClientInput(enum.Enum):
-    """What can happen to the machine: a message arrives, or its user acts."""
-
-    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
-
-    HELLO = "HELLO"
-    PROGRESS = "PROGRESS"
-    READY = "READY"
-    REPLY = "a reply"  # OUTPUTS, UTILITY_RESULT, STATS, PONG
-    DEAD_FRAME = "ENGINE_CORE_DEAD"
-    INIT = "init()"
-    REQUEST = "a request"  # add(), call(), ping()
-    ABORT = "abort()"
-    SHUTDOWN = "shutdown()"
-    DIED = "died()"
-
-
-_S, _I = ClientState, ClientInput
-
-TRANSITIONS: Mapping[tuple[ClientState, ClientInput], ClientState] = {
-    (_S.CONNECTING, _I.HELLO): _S.GREETED,
-    (_S.GREETED, _I.INIT): _S.LOADING,
-    (_S.LOADING, _I.PROGRESS): _S.LOADING,
-    (_S.LOADING, _I.REPLY): _S.LOADING,  # it comes on another socket than READY, and may overtake it
-    (_S.LOADING, _I.DEAD_FRAME): _S.LOADING,
-    (_S.LOADING, _I.READY): _S.SERVING,
-    (_S.SERVING, _I.REPLY): _S.SERVING,
-    (_S.SERVING, _I.DEAD_FRAME): _S.SERVING,
-    (_S.SERVING, _I.REQUEST): _S.SERVING,
-    (_S.SERVING, _I.ABORT): _S.SERVING,
-    (_S.SERVING, _I.SHUTDOWN): _S.CLOSING,
-    (_S.CLOSING, _I.REPLY): _S.CLOSING,
-    (_S.CLOSING, _I.DEAD_FRAME): _S.CLOSING,
-    (_S.CLOSING, _I.ABORT): _S.CLOSING,
-    **{(state, _I.DIED): _S.DEAD for state in _S},
-}
-"""Every transition there is; whatever is missing is a :class:`ProtocolError` and changes nothing."""
-
-
-class HelloReceived(NamedTuple):
-    """The engine's process speaks; answer with :meth:`ClientMachine.init`."""
-
-    pid: int
-
-
-class ProgressReceived(NamedTuple):
-    """Loading goes on."""
-
-    stage: str
-    fraction: float | None
-
-
-class ReadyReceived(NamedTuple):
-    """The engine serves."""
-
-    info: EngineInfo
-
-
-class StepReceived(NamedTuple, Generic[Owner]):
-    """One step's outputs for live requests; ``owners`` has one entry per row and must not be changed.
-
-    ``released`` are the owners of aborted requests that the engine has let go of in this step.
-    """
-
-    step: int
-    outputs: StepOutputs
-    owners: Sequence[Owner]
-    released: Sequence[Owner]
-
-
-class CallAnswered(NamedTuple, Generic[Owner]):
-    """A utility call came to its end: ``error`` is (type, message, traceback), or None and ``value`` counts."""
-
-    owner: Owner
-    error: tuple[str, str, str | None] | None
-    value: Any
-
-
-class StatsReceived(NamedTuple):
-    """The engine's figures."""
-
-    figures: Mapping[str, float]
-
-
-class PongReceived(NamedTuple):
-    """A sign of life."""
-
-    steps: int
-
-
-class DeathAnnounced(NamedTuple):
-    """The engine says that it dies, and of what; its process may take a moment."""
-
-    message: Dead
-
-
-Event = (
-    HelloReceived
-    | ProgressReceived
-    | ReadyReceived
-    | StepReceived[Owner]
-    | CallAnswered[Owner]
-    | StatsReceived
-    | PongReceived
-    | DeathAnnounced
-)
-
-
-class MessageLostError(ProtocolError):
-    """A sequence number is missing: what the engine sent did not all arrive, so its outputs have a hole.
-
-    It is final: every later message of this life of the engine raises it again.
-    """
-
-
-class VersionError(ProtocolError):
-    """The engine speaks another version of the protocol."""
+from anyengine.types import SamplingParams
 
 
 class ClientMachine(Generic[Owner]):
