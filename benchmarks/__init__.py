@@ -1,1 +1,1 @@
-"""How fast anyengine is, measured against a lean client of the usual shape in the same run: ``python -m benchmarks``."""
+"""How fast anyengine is, measured against a lean client in the same run: ``python -m benchmarks``."""

@@ -1,4 +1,4 @@
-"""How long one call takes while nothing else happens: a utility's round trip, and from a request to its first output."""
+"""How long one call takes while nothing else happens: a utility's round trip, a request to its first output."""
 
 from __future__ import annotations
 

@@ -105,4 +105,3 @@ async def memory(client: EngineClient, requests: int) -> dict[str, float]:
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-

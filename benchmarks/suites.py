@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from benchmarks.watch import cpu_seconds
 
 BARE = "pass"
 IMPORT = "import anyengine; anyengine.open_engine_client"
-HEAVY = "import sys, anyengine; anyengine.open_engine_client; print(len({'torch', 'transformers', 'numpy'} & {*sys.modules}))"
+HEAVY = f"{IMPORT}; import sys; print(len({{'torch', 'transformers', 'numpy'}} & {{*sys.modules}}))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,10 @@ def latency(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
         p50 = Figure(f"{label}: p50", "us", middle, digits=0)
         figures.append((p50.against_baseline(0.7) if command == "utility" else p50).trio_close())
         # Of all samples together: one slice has three beyond its own 99th percentile.
-        tail = {key: [statistics.quantiles(sum(slices, []), n=100)[98]] for key, slices in results.items()}
+        tail = {
+            key: [statistics.quantiles(itertools.chain.from_iterable(slices), n=100)[98]]
+            for key, slices in results.items()
+        }
         figures.append(Figure(f"{label}: p99", "us", tail, digits=0))
     return figures
 

@@ -20,7 +20,7 @@ SPREAD = 100_000
 """Tokens between the prompts of two requests."""
 
 CHECK_EVERY = 97
-"""Of so many steps one is kept and checked token by token when the clock has stopped; the others by their last token."""
+"""Of so many steps one is kept and checked token by token after the clock has stopped, the others by their last."""
 
 _names = itertools.count()
 

@@ -18,7 +18,7 @@ from anyengine.cli.generate import Job, run
 from anyengine.cli.text import DEFAULT
 from anyengine.types import SamplingParams
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="anyengine",
     add_completion=False,
     no_args_is_help=True,

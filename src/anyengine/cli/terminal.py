@@ -61,8 +61,8 @@ class Terminal:
     """The program's stderr."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self.interactive = sys.stderr.isatty() and not self.console.is_dumb_terminal
+        self.console: Console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.interactive: bool = sys.stderr.isatty() and not self.console.is_dumb_terminal
 
     def note(self, text: str) -> None:
         """One line beside the matter."""

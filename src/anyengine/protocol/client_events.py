@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol.outputs import StepOutputs
@@ -17,7 +17,7 @@ Owner = TypeVar("Owner")
 class ClientState(enum.Enum):
     """How far one engine has come, as its client knows it."""
 
-    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
+    __hash__: ClassVar[Callable[[Any], int]] = object.__hash__  # pyright: ignore[reportIncompatibleMethodOverride] - by identity and in C: the table is looked up for every message
 
     CONNECTING = "connecting"  # nothing heard yet
     GREETED = "greeted"  # HELLO came
@@ -30,7 +30,7 @@ class ClientState(enum.Enum):
 class ClientInput(enum.Enum):
     """What can happen to the machine: a message arrives, or its user acts."""
 
-    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
+    __hash__: ClassVar[Callable[[Any], int]] = object.__hash__  # pyright: ignore[reportIncompatibleMethodOverride] - by identity and in C: the table is looked up for every message
 
     HELLO = "HELLO"
     PROGRESS = "PROGRESS"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol.handshake import Hello, Progress, Ready
@@ -18,7 +18,7 @@ from anyengine.types import EngineInfo
 class EngineState(enum.Enum):
     """How far the engine has come, as it knows itself."""
 
-    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
+    __hash__: ClassVar[Callable[[Any], int]] = object.__hash__  # pyright: ignore[reportIncompatibleMethodOverride] - by identity and in C: the table is looked up for every message
 
     STARTING = "starting"
     GREETING = "greeting"  # HELLO sent
@@ -31,7 +31,7 @@ class EngineState(enum.Enum):
 class EngineInput(enum.Enum):
     """What can happen to the machine: its user acts, or a message arrives."""
 
-    __hash__ = object.__hash__  # by identity and in C: the table is looked up for every message
+    __hash__: ClassVar[Callable[[Any], int]] = object.__hash__  # pyright: ignore[reportIncompatibleMethodOverride] - by identity and in C: the table is looked up for every message
 
     HELLO = "hello()"
     PROGRESS = "progress()"

@@ -88,7 +88,7 @@ class PagedAttention:
         single = [chunk for chunk in chunks if chunk.stop - chunk.start == 1]
         single.sort(key=lambda chunk: chunk.stop, reverse=True)
         longer = [chunk for chunk in chunks if chunk.stop - chunk.start > 1]
-        self.chunks = single + longer
+        self.chunks: list[Chunk] = single + longer
         self._cache = cache
         size = cache.block_size
         slots = [

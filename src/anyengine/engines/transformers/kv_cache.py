@@ -46,9 +46,9 @@ class KVCache:
         shape = (layout.num_layers, num_blocks + 1, block_size, layout.num_heads)
         self.block_size = block_size
         self.device = device
-        self.dtype = layout.dtype
-        self.keys = torch.empty((*shape, layout.key_dim), dtype=layout.dtype, device=device)
-        self.values = torch.empty((*shape, layout.value_dim), dtype=layout.dtype, device=device)
+        self.dtype: torch.dtype = layout.dtype
+        self.keys: torch.Tensor = torch.empty((*shape, layout.key_dim), dtype=layout.dtype, device=device)
+        self.values: torch.Tensor = torch.empty((*shape, layout.value_dim), dtype=layout.dtype, device=device)
         self.clear([0])
 
     def clear(self, blocks: Sequence[int]) -> None:

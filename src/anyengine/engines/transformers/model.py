@@ -99,7 +99,7 @@ class CausalModel:
         self._hidden_size: int = self._embed.embedding_dim
         self.max_length: int | None = getattr(self._config, "max_position_embeddings", None)
         self.window: int | None = _rope_window(self._config)
-        self.eos_token_ids = _token_ids(self._model.generation_config.eos_token_id)
+        self.eos_token_ids: frozenset[int] = _token_ids(self._model.generation_config.eos_token_id)
 
     def probe(self, tokens: int) -> KVLayout:
         """Run ``tokens`` tokens without a cache, to learn what the layers need. Settles ``window``.
