@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,8 +60,3 @@ def take_turns(contestants: Sequence[Contestant], rounds: int, command: str, **a
 def column(results: dict[str, list[dict[str, float]]], name: str) -> dict[str, list[float]]:
     """One figure of results that have several."""
     return {key: [result[name] for result in rounds] for key, rounds in results.items()}
-
-
-def median_ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
-    """The median of the ratios within each round, which what changes from round to round does not touch."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))

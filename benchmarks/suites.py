@@ -21,16 +21,20 @@ HEAVY = f"{IMPORT}; import sys; print(len({{'torch', 'transformers', 'numpy'}} &
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much is measured. ``work`` scales the number of steps, ``idle`` is in seconds."""
+    """How much is measured. ``work`` scales the number of steps, ``idle`` is in seconds.
+
+    ``few`` spares what takes long and changes little: memory on one event loop only, and fewer deaths.
+    """
 
     rounds: int
     work: float
     latency_rounds: int
     idle: float
+    few: bool = False
 
 
 FULL = Scale(rounds=7, work=1.0, latency_rounds=12, idle=10.0)
-QUICK = Scale(rounds=5, work=0.25, latency_rounds=7, idle=3.0)
+QUICK = Scale(rounds=5, work=0.15, latency_rounds=7, idle=2.0, few=True)
 
 _LATENCY_SAMPLES = 300
 _STEPS = {
@@ -89,14 +93,14 @@ def tensors(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
 def lifecycle(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
     """Death, opening and closing, idling, memory; of ours alone."""
     ours = [contestant for contestant in contestants if contestant.name == "ours"]
-    deaths = take_turns(ours, scale.rounds, "death", waiters=1000)
+    deaths = take_turns(ours, 3 if scale.few else scale.rounds, "death", waiters=1000)
     opening = take_turns(ours, scale.rounds, "open_and_close")
     return [
         Figure("SIGKILL to the last of 1,000 waiters", "ms", deaths).at_most(50.0),
         Figure("open a scripted engine", "ms", column(opening, "open_ms"), digits=0).at_most(500.0),
         Figure("close it", "ms", column(opening, "close_ms"), digits=0).at_most(200.0),
         *_idle(ours, scale.idle),
-        *_memory(ours),
+        *_memory(ours[:1] if scale.few else ours),
         _imports(scale),
     ]
 

@@ -256,6 +256,7 @@ class Link(RuleBasedStateMachine):
         if self.alive and self.running:
             self.steps_of_one_token_each(3)
             self.arrives_at_client(data.draw(st.integers(1, 2)))
+        if self.client.state in UP:
             self.abort(data)
 
     @precondition(lambda self: self.alive and self.engine.state in ANSWERING)

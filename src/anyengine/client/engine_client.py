@@ -199,8 +199,11 @@ class EngineClient:
         try:
             # Copied, because the call may end by cancellation or its timeout before ZeroMQ has read the frames.
             self._session.send_copied(frames)
-            with anyio.move_on_after(timeout):
+            if timeout is None:
                 await call.wait()
+            else:
+                with anyio.move_on_after(timeout):
+                    await call.wait()
         finally:
             self._session.link.machine.forget_call(call_id)
         if not call.answered:

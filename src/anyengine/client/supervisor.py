@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from anyengine.client.checks import check_seconds
-from anyengine.client.services import LONGEST_READ_SLICE, read_outputs
+from anyengine.client.services import LAST_READ_SLICE, read_outputs
 from anyengine.client.session import EngineSession
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
 from anyengine.process.engine_process import EngineProcess
@@ -191,7 +191,7 @@ class Supervisor:
                 await disconnections.wait_readable()
         # Readers are not woken between the slices: they get all of it, and the error behind it, in one go.
         session.ending = True
-        while read_outputs(session, LONGEST_READ_SLICE):
+        while read_outputs(session, LAST_READ_SLICE):
             await checkpoint()
 
     def _conclude(self, process: EngineProcess) -> None:

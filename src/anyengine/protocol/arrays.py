@@ -93,8 +93,10 @@ class WireArray:
         return numpy.frombuffer(self._aligned(), dtype=dtype).reshape(self.shape)
 
     def _aligned(self) -> memoryview:
-        # ZeroMQ may hand out a view into the middle of its receive buffer; vectorised code wants aligned elements.
-        if not self.data.readonly and _address(self.data) % 16 == 0:
+        # ZeroMQ may hand out a view into the middle of its receive buffer. Elements have to lie on multiples of their
+        # size, as far as processors and compilers count on it.
+        wanted = 16 if self.dtype[1:] in ("f16", "c32") else min(_itemsize(self.library, self.dtype), 8)
+        if not self.data.readonly and _address(self.data) % wanted == 0:
             return self.data
         return memoryview(bytearray(self.data))
 
