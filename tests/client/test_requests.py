@@ -13,8 +13,8 @@ from anyengine import (
     EngineClient,
     EngineClosedError,
     RequestError,
-    RequestOutput,
     SamplingParams,
+    ShutdownPolicy,
     open_engine_client,
 )
 from anyengine.testing import scripted_spec
@@ -249,20 +249,19 @@ async def test_two_blocks_opened_with_one_id_at_once_leave_one() -> None:
 
 
 async def test_a_request_is_entered_once_and_iterated_by_one_task() -> None:
-    async with open_engine_client(scripted_spec(step_delay=0.05)) as client:
+    async with open_engine_client(scripted_spec(), shutdown=ShutdownPolicy(grace=0.1)) as client:
         request = client.open_request([0], SamplingParams(max_tokens=3))
         with pytest.raises(EngineClosedError, match="enter the request first"):
             await anext(request)
-        async with request, anyio.create_task_group() as group:
-
-            async def read() -> None:
-                assert isinstance(await anext(request), RequestOutput)
-
-            group.start_soon(read)
-            await anyio.wait_all_tasks_blocked()
-            with pytest.raises(anyio.BusyResourceError):
-                await anext(request)
-        with pytest.raises(EngineClosedError):
+        await client.call_utility("freeze", 60, False)  # so that no token comes while two tasks ask for one
+        async with request:
+            async with anyio.create_task_group() as group:
+                group.start_soon(anext, request)
+                await until(lambda: request._arrival is not None)
+                with pytest.raises(anyio.BusyResourceError):
+                    await anext(request)
+                group.cancel_scope.cancel()
+        with pytest.raises(EngineClosedError, match="sent once"):
             async with request:
                 pass
 
