@@ -179,8 +179,10 @@ async def show_output(session: EngineSession) -> None:
 async def show_new_output(session: EngineSession) -> None:
     """Pass on what is there now."""
     process = session.link.process
-    while process is not None and (text := process.output.read_new()):
-        await to_thread.run_sync(_write, text, abandon_on_cancel=True, limiter=session.limiter)
+    # Whoever closes waits for what another task is passing on at that moment.
+    async with session.showing:
+        while process is not None and (text := process.output.read_new()):
+            await to_thread.run_sync(_write, text, abandon_on_cancel=True, limiter=session.limiter)
 
 
 def _write(text: str) -> None:

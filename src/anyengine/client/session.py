@@ -32,6 +32,7 @@ class EngineSession:
         self.queue: OutputQueue = OutputQueue()
         # Not the loop's own limiter: what the application does in threads must not keep an engine from being ended.
         self.limiter: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
+        self.showing: anyio.Lock = anyio.Lock()
         self.ending = False  # the engine has ended; its last outputs are being read
         self.closing = False
         self.closed = False

@@ -194,6 +194,7 @@ class EngineCoreProc:
 
     def _abort(self, core: EngineCore, handles: Sequence[int]) -> None:
         if handles:
+            self._stats_due = True
             core.abort_requests(handles)
             self._send(self._protocol.release(self._steps, handles))
 
