@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from anyengine.errors import RequestError
-from anyengine.protocol.arrays import WireArray
+from anyengine.protocol.arrays import is_array
 from anyengine.protocol.sampling import sampling_differences
 from anyengine.types import U32_MAX, EngineInfo, SamplingParams
 
@@ -48,13 +47,7 @@ def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[i
 
 
 def _check_embeds(embeds: object, info: EngineInfo) -> None:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    is_array = (
-        isinstance(embeds, WireArray)
-        or (torch is not None and isinstance(embeds, torch.Tensor))
-        or (numpy is not None and isinstance(embeds, numpy.ndarray))
-    )
-    if not is_array:
+    if not is_array(embeds):
         raise TypeError(
             f"prompt_embeds={embeds!r:.40} ({type(embeds).__name__}): expected a torch tensor or a numpy array"
         )

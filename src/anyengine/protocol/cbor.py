@@ -26,6 +26,12 @@ MAX_DEPTH = 64
 Buffer = bytes | bytearray | memoryview
 """What can be a frame of a message."""
 
+Frames = list[Buffer]
+"""A message to send: kind, body and buffers."""
+
+Buffers = Sequence[memoryview]
+"""The buffers of a message that arrived."""
+
 encode_plain: Callable[[object], bytes] = cast("Callable[[object], bytes]", cbor2.dumps)
 """Encode what :func:`pack` made, or what trusted code built of plain types."""
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol import cbor
+from anyengine.protocol.cbor import Buffers as Buffers
+from anyengine.protocol.cbor import Frames as Frames
 from anyengine.protocol.checks import expect_array, expect_type, expect_u16, expect_u64
 from anyengine.types import EngineInfo
-
-Frames = list[cbor.Buffer]
-Buffers = Sequence[memoryview]
 
 
 class Hello(NamedTuple):

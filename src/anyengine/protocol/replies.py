@@ -7,11 +7,13 @@ shows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from anyengine.errors import CrashReport, ProtocolError, UnencodableError
 from anyengine.protocol import cbor
+from anyengine.protocol.cbor import Buffers as Buffers
+from anyengine.protocol.cbor import Frames as Frames
 from anyengine.protocol.checks import expect_array, expect_type, expect_u64
 from anyengine.protocol.outputs import (
     OutputDetails,
@@ -21,9 +23,6 @@ from anyengine.protocol.outputs import (
     encode_column,
     encode_details,
 )
-
-Frames = list[cbor.Buffer]
-Buffers = Sequence[memoryview]
 
 DEAD = b"ENGINE_CORE_DEAD"
 """The kind frame of an engine's last message, spelled as vLLM spells it."""

@@ -8,13 +8,13 @@ from typing import Any, Literal, NamedTuple
 from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
 from anyengine.protocol.arrays import is_array
+from anyengine.protocol.cbor import Buffers as Buffers
+from anyengine.protocol.cbor import Frames as Frames
 from anyengine.protocol.checks import expect_array, expect_type, expect_u64
 from anyengine.protocol.outputs import decode_column, encode_column
 from anyengine.protocol.sampling import decode_sampling, encode_sampling
 from anyengine.types import SamplingParams
 
-Frames = list[cbor.Buffer]
-Buffers = Sequence[memoryview]
 ShutdownMode = Literal["abort", "drain"]
 
 
