@@ -45,15 +45,14 @@ def has_input(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
-def send_copied(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> list[zmq.MessageTracker]:
-    """Send a message of which ZeroMQ takes copies, so that the sender may change its memory at once; no trackers.
+def send_copied(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+    """Send a message of which ZeroMQ takes copies, so that the sender may change its memory at once.
 
     :raises zmq.ZMQError: if the socket cannot take it
     """
     last = len(frames) - 1
     for index, frame in enumerate(frames):
         socket.send(frame, _NOBLOCK if index == last else _NOBLOCK_MORE)
-    return []
 
 
 def send_tracked(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> list[zmq.MessageTracker]:

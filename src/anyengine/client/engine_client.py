@@ -187,33 +187,34 @@ class EngineClient:
             raise TypeError(f"method={method!r} ({type(method).__name__}): expected a string")
         if timeout is not None:
             check_seconds("timeout", timeout)
-        self._session.check_open()
+        await checkpoint_if_cancelled()
+        session = self._session
+        session.check_open()
         if method not in self.info.utilities:
             known = ", ".join(self.info.utilities)
             raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
-        call = PendingCall(method, self._session.link.rank)
-        await checkpoint_if_cancelled()
-        self._session.check_open()
-        started = time.monotonic()
-        call_id, frames = self._session.link.machine.call(method, args, call)
+        call = PendingCall(method, session.link.rank)
+        machine = session.link.machine
+        call_id, frames = machine.call(method, args, call)
         try:
             # Copied, because the call may end by cancellation or its timeout before ZeroMQ has read the frames.
-            self._session.send_copied(frames)
+            session.send_copied(frames)
             if timeout is None:
                 await call.wait()
             else:
+                started = time.monotonic()
                 with anyio.move_on_after(timeout):
                     await call.wait()
+                if not call.answered:
+                    health = self.health()
+                    raise UtilityTimeoutError(
+                        method,
+                        f"no answer within {timeout} s (waited {time.monotonic() - started:.1f} s); the engine is "
+                        f"{health.state}, {health.steps} steps made",
+                        rank=session.link.rank,
+                    )
         finally:
-            self._session.link.machine.forget_call(call_id)
-        if not call.answered:
-            health = self.health()
-            raise UtilityTimeoutError(
-                method,
-                f"no answer within {timeout} s (waited {time.monotonic() - started:.1f} s); the engine is "
-                f"{health.state}, {health.steps} steps made",
-                rank=self._session.link.rank,
-            )
+            machine.forget_call(call_id)
         try:
             return call.take()
         except EngineError as error:

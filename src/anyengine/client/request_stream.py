@@ -38,6 +38,7 @@ class RequestStream:
         "_error",
         "_finish",
         "_handle",
+        "_parked",
         "_released",
         "_sampling",
         "_session",
@@ -69,6 +70,7 @@ class RequestStream:
         self._finish: FinishReason | None = None
         self._error: ErrorFactory | None = None
         self._arrival: anyio.Event | None = None
+        self._parked = False  # the reader waits, and nothing has come that wakes it
         self._released: anyio.Event | None = None
 
     # ---- for the client's reader ----
@@ -76,8 +78,8 @@ class RequestStream:
     def push_token(self, token: int) -> None:
         """One more token and nothing else."""
         self._tokens.append(token)
-        if self._arrival is not None and not self._whole:
-            self._arrival.set()
+        if self._parked and not self._whole:
+            self._unpark()
 
     def keep_token(self, token: int) -> None:
         """One more token, without waking the reader: the end follows at once, and wakes it."""
@@ -93,15 +95,23 @@ class RequestStream:
                 self._error = lambda: RequestError(message)
             else:
                 self._details.append(details)
-        if self._arrival is not None and (self._finish is not None or not self._whole):
+        if self._parked and (self._finish is not None or not self._whole):
+            self._unpark()
+
+    def _unpark(self) -> None:
+        self._parked = False
+        self._session.unparked.append(self)
+
+    def wake(self) -> None:
+        """Have the reader look at what came."""
+        if self._arrival is not None:
             self._arrival.set()
 
     def close(self, error: ErrorFactory) -> None:
         """Nothing more will come: ``error`` follows what is there, unless the request had ended."""
         if self._finish is None:
             self._error = error
-        if self._arrival is not None:
-            self._arrival.set()
+        self.wake()
         self.release()
 
     def release(self) -> None:
@@ -146,13 +156,12 @@ class RequestStream:
     async def _leave(self) -> None:
         """Abort the request if it lives, and wait, shielded and bounded, until the engine has let go of it."""
         assert self._handle is not None
-        self._released = anyio.Event()
         aborted = self._session.abort_stream(self._handle)
         if self._error is None and self._finish is None:
             self._error = lambda: EngineClosedError(f"request {self.request_id}: its block was left")
-            if self._arrival is not None:
-                self._arrival.set()
+            self.wake()
         if aborted:
+            self._released = anyio.Event()
             with anyio.move_on_after(RELEASE_LIMIT, shield=True):
                 await self._released.wait()
 
@@ -169,10 +178,12 @@ class RequestStream:
             if self._arrival is not None:
                 raise anyio.BusyResourceError("iterating over")
             self._arrival = anyio.Event()
+            self._parked = True
             try:
                 await self._arrival.wait()
             finally:
                 self._arrival = None
+                self._parked = False
         return self._take()
 
     def _ready(self) -> bool:

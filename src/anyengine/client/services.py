@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -53,22 +54,32 @@ FailEngine = Callable[[str], None]
 
 
 def read_outputs(session: EngineSession, seconds: float = READ_SLICE) -> bool:
-    """Read from the PULL socket until it is empty or ``seconds`` are over; whether there may be more."""
+    """Read from the PULL socket until it is empty or ``seconds`` are over; whether there may be more to do."""
+    more = _read(session, seconds)
+    return session.wake_readers() or more
+
+
+def _read(session: EngineSession, seconds: float) -> bool:
     pull, machine = session.endpoints.pull, session.link.machine
-    deadline = time.perf_counter() + seconds
+    deadline = 0.0
     while (frames := pull.receive_nowait()) is not None:
         try:
             event = machine.receive(frames)
         except ProtocolError as error:
             _refuse(session, error)
         else:
-            if isinstance(event, StepReceived):
+            if type(event) is StepReceived:
                 session.link.heard(event.step)
                 session.deliver(event)
             elif event is not None:
                 _handle(session, event)
-        if time.perf_counter() >= deadline:
-            return True
+        if deadline:
+            if time.perf_counter() >= deadline:
+                return True
+        elif not pull.has_input():  # as most often; it is told sooner than by a receive that fails
+            return False
+        else:
+            deadline = time.perf_counter() + seconds
     return False
 
 
@@ -98,10 +109,7 @@ def _refuse(session: EngineSession, error: ProtocolError) -> None:
 
 async def read_pull(session: EngineSession) -> None:
     """Own the PULL socket: read whenever something comes."""
-    while True:
-        slept = await session.endpoints.pull.wait_readable()
-        if read_outputs(session) or not slept:
-            await checkpoint()
+    await session.endpoints.pull.serve(functools.partial(read_outputs, session))
 
 
 async def read_router(session: EngineSession, spec: EngineSpec, on_progress: ProgressCallback | None) -> None:
@@ -157,6 +165,8 @@ async def keep_pulse(session: EngineSession) -> None:
     while True:
         await anyio.sleep(PULSE)
         drained = not read_outputs(session)
+        if not drained:
+            session.endpoints.pull.wake()
         if link.machine.state is not ClientState.SERVING:
             continue
         if drained:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -21,6 +22,10 @@ from anyengine.transport.endpoints import Endpoints
 from anyengine.types import SamplingParams
 
 E = TypeVar("E", bound=EngineError)
+
+WAKE_AT_ONCE = 64
+"""Readers of streams that are woken for one turn of the event loop. Each takes some 10 us, and who waits for a turn may
+wait for two; the tokens that come meanwhile are read together."""
 
 
 class EngineSession:
@@ -38,6 +43,7 @@ class EngineSession:
         self.closed = False
         self.death_told: bool = False
         self.refused_messages = 0
+        self.unparked: deque[RequestStream] = deque()
         self._handles_by_id: dict[str, int] = {}
         self._ids_by_handle: dict[int, str] = {}
         self._trackers: list[zmq.MessageTracker] = []
@@ -130,27 +136,30 @@ class EngineSession:
 
     def send(self, frames: Frames) -> list[zmq.MessageTracker]:
         """Send a message to the engine, at once and without waiting; the trackers of large frames."""
-        return self._send(self.endpoints.router.send, frames)
-
-    def send_copied(self, frames: Frames) -> None:
-        """Send a message of which ZeroMQ takes copies."""
-        self._send(self.endpoints.router.send_copied, frames)
-
-    def _send(self, send: Callable[[Frames], list[zmq.MessageTracker]], frames: Frames) -> list[zmq.MessageTracker]:
         try:
-            trackers = send([self.link.identity, *frames])
+            trackers = self.endpoints.router.send([self.link.identity, *frames])
         except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            # The engine's socket is gone. Its death, which tells everybody, is a moment away; should its process live
-            # on, the supervisor ends it.
-            if self.link.unreachable_since is None:
-                self.link.unreachable_since = time.monotonic()
+            self._unreachable(error)
             return []
         if trackers:
             self.tracked_buffers()
             self._trackers += trackers
         return trackers
+
+    def send_copied(self, frames: Frames) -> None:
+        """Send a message of which ZeroMQ takes copies."""
+        try:
+            self.endpoints.router.send_copied([self.link.identity, *frames])
+        except zmq.ZMQError as error:
+            self._unreachable(error)
+
+    def _unreachable(self, error: zmq.ZMQError) -> None:
+        if error.errno != errno.EHOSTUNREACH:
+            raise error
+        # The engine's socket is gone. Its death, which tells everybody, is a moment away; should its process live on,
+        # the supervisor ends it.
+        if self.link.unreachable_since is None:
+            self.link.unreachable_since = time.monotonic()
 
     def tracked_buffers(self) -> int:
         """How many large frames ZeroMQ still reads."""
@@ -188,6 +197,13 @@ class EngineSession:
             if owner is not self.queue:
                 owner.release()
 
+    def wake_readers(self) -> bool:
+        """Wake some of those whose streams brought something; whether there are more to wake in the next turn."""
+        unparked = self.unparked
+        for _ in range(min(WAKE_AT_ONCE, len(unparked))):
+            unparked.popleft().wake()
+        return bool(unparked)
+
     def _forget_id(self, handle: int) -> None:
         request_id = self._ids_by_handle.pop(handle, None)
         if request_id is not None:
@@ -198,6 +214,8 @@ class EngineSession:
         requests, aborting, calls = self.link.machine.died()
         for owner in (*requests, *aborting, *calls, self.queue):
             owner.close(error)
+        while self.wake_readers():
+            pass  # those whose requests had ended before
         self._handles_by_id.clear()
         self._ids_by_handle.clear()
         self._owners = ()

@@ -30,6 +30,14 @@ logger: logging.Logger = logging.getLogger("anyengine")
 STATS_INTERVAL = 1.0
 """Seconds between two STATS messages while there is work."""
 
+LOOK_INTERVAL = 0.00005
+"""Seconds between two looks for messages while there is work: steps that take less do not look each time, for a message
+is longer on its way than that."""
+
+STAY_AWAKE = 0.0002
+"""Seconds for which an engine without work looks for messages before it sleeps: to wake a thread on an idle processor
+takes longer than all the rest of a round trip, and whoever has just been answered often has the next thing to ask."""
+
 GOODBYE_LINGER = 2000
 """Milliseconds for which the last messages may wait to be read when the process ends."""
 
@@ -56,6 +64,7 @@ class EngineCoreProc:
         self._steps = 0
         self._stats_sent_at = 0.0
         self._stats_due = False
+        self._look_at = 0.0
         self._ending: ShutdownMode | None = None
 
     def run(self) -> None:
@@ -128,20 +137,22 @@ class EngineCoreProc:
     def _serve(self, core: EngineCore) -> None:
         while self._ending is None:
             if core.has_work():
-                self._step(core)
-                self._receive(core)
+                self._work(core)
                 continue
             if self._stats_due:
                 self._send_stats(core)
             self._receive(core, wait=True)
         if self._ending == "drain":
             while self._protocol.live and core.has_work():
-                self._step(core)
-                self._receive(core)
+                self._work(core)
         self._abort(core, list(self._protocol.live))
 
     def _receive(self, core: EngineCore, *, wait: bool = False) -> None:
         """Take in all that has come; with ``wait``, at least one message."""
+        if wait:
+            sleep_at = time.perf_counter() + STAY_AWAKE
+            while not frames.has_input(self._dealer) and time.perf_counter() < sleep_at:
+                pass
         while wait or frames.has_input(self._dealer):
             message = frames.receive(self._dealer) if wait else frames.receive_nowait(self._dealer)
             wait = False
@@ -226,6 +237,15 @@ class EngineCoreProc:
             failure = describe_failure(error)
         self._send(self._protocol.answer(call_id, None, failure))
 
+    def _work(self, core: EngineCore) -> None:
+        self._step(core)
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._receive(core)
+            self._look_at = now + LOOK_INTERVAL
+        if now - self._stats_sent_at >= STATS_INTERVAL:
+            self._send_stats(core)
+
     def _step(self, core: EngineCore) -> None:
         outputs = core.step()
         self._steps += 1
@@ -236,8 +256,6 @@ class EngineCoreProc:
                 message = self._protocol.outputs(self._steps, self._replace_unencodable(core, outputs))
             self._send(message)
         self._stats_due = True
-        if time.monotonic() - self._stats_sent_at >= STATS_INTERVAL:
-            self._send_stats(core)
 
     def _replace_unencodable(self, core: EngineCore, outputs: StepOutputs) -> StepOutputs:
         """End the requests whose details cannot travel, so that the step's other rows can."""

@@ -41,6 +41,11 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+_AS_IS = frozenset((type(None), bool, float, bytes))
+_SCALARS = _AS_IS | {int, str}
+_SEQUENCES = (list, tuple)
+
+
 def encode(value: object, buffers: list[Buffer], *, path: str) -> bytes:
     """Encode a value that came from outside; the bytes of large arrays are appended to ``buffers``.
 
@@ -61,7 +66,7 @@ def pack(value: object, buffers: list[Buffer], *, path: str) -> Any:
 
 
 def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: int) -> Any:
-    if value is None or value is True or value is False or type(value) is float or type(value) is bytes:
+    if type(value) in _AS_IS:
         return value
     if type(value) is int:
         if not -(2**63) <= value < 2**64:
@@ -71,7 +76,7 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
         return value
     if type(value) is str:
         try:
-            value.encode()
+            value.isascii() or value.encode()
         except UnicodeEncodeError as error:
             raise UnencodableError(path, f"the string holds a lone surrogate: {error.reason}") from None
         return value
@@ -89,12 +94,12 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
 
 
 def _pack_object(value: object, buffers: list[Buffer], first: int, path: str, depth: int) -> Any:
+    if isinstance(value, _SEQUENCES):
+        items = cast("Sequence[object]", value)
+        return [_pack(item, buffers, first, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
     plain = _plain(value)
     if plain is not None:
         return _pack(plain, buffers, first, path, depth)
-    if isinstance(value, list | tuple):
-        items = cast("Sequence[object]", value)
-        return [_pack(item, buffers, first, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
     if isinstance(value, Mapping):
         packed: dict[Any, Any] = {}
         for key, item in cast("Mapping[object, object]", value).items():
@@ -228,6 +233,8 @@ def expect_value(name: str, value: object) -> None:
     :raises ProtocolError: if ``value`` holds ``undefined``, an unassigned simple value, or a map key that is neither
         a string nor an integer
     """
+    if type(value) in _SCALARS:
+        return
     items: list[object]
     if type(value) is dict:
         content = cast("dict[object, object]", value)

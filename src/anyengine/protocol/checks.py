@@ -30,6 +30,13 @@ def expect_u64(name: str, value: object) -> None:
         raise ProtocolError(f"{name} is {value!r:.80}, expected an unsigned number of 64 bits")
 
 
+def expect_counts(name: str, *numbers: object) -> None:
+    """:raises ProtocolError: if one of ``numbers``, which CBOR keeps within 64 bits, is not a number from 0 up"""
+    for number in numbers:
+        if type(number) is not int or number < 0:
+            raise ProtocolError(f"{name} has {number!r:.80} where an unsigned number belongs")
+
+
 def expect_u16(name: str, value: object) -> None:
     """:raises ProtocolError: if ``value`` is not an unsigned number of 16 bits"""
     if type(value) is not int or not 0 <= value < 2**16:

@@ -51,7 +51,8 @@ def _decode(frames: Sequence[bytes | memoryview], table: Mapping[bytes, type[Any
     message = table.get(kind)
     if message is None:
         raise ProtocolError(f"unknown message kind {kind[:16]!r}")
-    return message.decode(bytes(frames[1]), [memoryview(frame).cast("B") for frame in frames[2:]])
+    buffers = [memoryview(frame).cast("B") for frame in frames[2:]] if len(frames) > 2 else ()
+    return message.decode(bytes(frames[1]), buffers)
 
 
 def salvage(body: bytes, index: int) -> int | None:

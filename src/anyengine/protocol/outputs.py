@@ -16,6 +16,8 @@ from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol import arrays, cbor
 from anyengine.types import FinishReason, TokenLogprobs
 
+_COLUMNS = (array, memoryview)
+
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
@@ -76,7 +78,7 @@ class StepOutputs:
     def handle_bytes(self) -> bytes:
         """The column of handles as it travels: u64, little-endian."""
         handles = self.handles
-        return (handles if isinstance(handles, array | memoryview) else array("Q", handles)).tobytes()
+        return (handles if isinstance(handles, _COLUMNS) else array("Q", handles)).tobytes()
 
     def rows(self) -> Iterator[tuple[int, Sequence[int], OutputDetails | None]]:
         """Row by row: handle, token ids, details."""

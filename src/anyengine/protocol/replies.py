@@ -14,7 +14,7 @@ from anyengine.errors import CrashReport, ProtocolError, UnencodableError
 from anyengine.protocol import cbor
 from anyengine.protocol.cbor import Buffers as Buffers
 from anyengine.protocol.cbor import Frames as Frames
-from anyengine.protocol.checks import expect_array, expect_type, expect_u64
+from anyengine.protocol.checks import expect_array, expect_counts, expect_type
 from anyengine.protocol.outputs import (
     OutputDetails,
     StepOutputs,
@@ -40,27 +40,25 @@ class Outputs(NamedTuple):
 
     def encode(self) -> Frames:
         buffers: Frames = []
-        outputs = self.outputs
-        outputs.check_endings()
-        body = [
-            self.session,
-            self.sequence,
-            self.step,
-            encode_column("Q", outputs.handles, buffers),
-            None if outputs.counts is None else encode_column("I", outputs.counts, buffers),
-            encode_column("I", outputs.token_ids, buffers),
-            {int(row): encode_details(more, buffers, f"outputs[{row}]") for row, more in outputs.details.items()},
-        ]
-        return [self.KIND, cbor.encode_plain(body), *buffers]
+        session, sequence, step, outputs = self
+        handles = encode_column("Q", outputs.handles, buffers)
+        counts = None if outputs.counts is None else encode_column("I", outputs.counts, buffers)
+        token_ids = encode_column("I", outputs.token_ids, buffers)
+        details: dict[int, object] = {}
+        if outputs.details:
+            outputs.check_endings()
+            for row, more in outputs.details.items():
+                details[int(row)] = encode_details(more, buffers, f"outputs[{row}]")
+        body = cbor.encode_plain([session, sequence, step, handles, counts, token_ids, details])
+        return [self.KIND, body, *buffers]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Outputs:
         fields = expect_array("OUTPUTS", cbor.decode(body, buffers), 7)
         session, sequence, step, handles, counts, token_ids, details = fields
-        if type(session) is not int or type(sequence) is not int or type(step) is not int or type(details) is not dict:
-            raise ProtocolError("OUTPUTS begins with session, sequence and step and ends with a map of details")
-        if session < 0 or sequence < 0 or step < 0:
-            raise ProtocolError("OUTPUTS begins with session, sequence and step, which are never negative")
+        expect_counts("OUTPUTS", session, sequence, step)
+        if type(details) is not dict:
+            raise ProtocolError("OUTPUTS ends with a map of details")
         rows: dict[int, OutputDetails] = {}
         for row, more in cast("dict[object, object]", details).items():
             if type(row) is not int:
@@ -101,8 +99,7 @@ class UtilityResult(NamedTuple):
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> UtilityResult:
         session, sequence, call_id, error, value = expect_array("UTILITY_RESULT", cbor.decode(body, buffers), 5)
-        for name, number in (("session", session), ("sequence", sequence), ("call id", call_id)):
-            expect_u64(f"UTILITY_RESULT {name}", number)
+        expect_counts("UTILITY_RESULT", session, sequence, call_id)
         if error is not None:
             kind, message, traceback = expect_array("UTILITY_RESULT error", error, 3)
             expect_type("UTILITY_RESULT error type", kind, str)
@@ -135,8 +132,7 @@ class Stats(NamedTuple):
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Stats:
         session, sequence, figures = expect_array("STATS", cbor.decode_plain(body), 3)
-        expect_u64("STATS session", session)
-        expect_u64("STATS sequence", sequence)
+        expect_counts("STATS", session, sequence)
         expect_type("STATS figures", figures, dict)
         for name, figure in figures.items():
             if type(name) is not str or type(figure) not in (int, float):
@@ -159,8 +155,7 @@ class Pong(NamedTuple):
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Pong:
         fields = expect_array("PONG", cbor.decode_plain(body), 3)
-        for name, number in zip(("session", "sequence", "steps"), fields, strict=True):
-            expect_u64(f"PONG {name}", number)
+        expect_counts("PONG", *fields)
         return cls(*fields)
 
 
@@ -182,8 +177,7 @@ class Dead(NamedTuple):
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Dead:
         session, sequence, *texts = expect_array("ENGINE_CORE_DEAD", cbor.decode_plain(body), 5)
-        expect_u64("ENGINE_CORE_DEAD session", session)
-        expect_u64("ENGINE_CORE_DEAD sequence", sequence)
+        expect_counts("ENGINE_CORE_DEAD", session, sequence)
         for text in texts:
             expect_type("ENGINE_CORE_DEAD report", text, str)
         return cls(session, sequence, *texts)

@@ -77,7 +77,7 @@ class Utility(NamedTuple):
 
     def encode(self) -> Frames:
         buffers: Frames = []
-        args = cbor.pack(list(self.args), buffers, path="args")
+        args = cbor.pack(self.args, buffers, path="args")
         method = cbor.pack(self.method, [], path="method")
         return [self.KIND, cbor.encode_plain([self.call_id, method, args]), *buffers]
 

@@ -7,10 +7,13 @@ change away. Here every operation that may have taken it looks at the socket's e
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import anyio
 import zmq
+from anyio.lowlevel import checkpoint
 
 from anyengine import frames
 from anyengine.protocol.cbor import Buffer
@@ -26,6 +29,7 @@ class Socket:
         self._closed = False
         self._drained = False
         self._parked: anyio.CancelScope | None = None
+        self._reader: _CallbackReader | None = None
 
     def receive_nowait(self) -> list[bytes | memoryview] | None:
         """The next message, or None if there is none; buffers are writable views, the frames before them bytes.
@@ -40,29 +44,89 @@ class Socket:
             self._drained = True
             return None
 
+    def has_input(self) -> bool:
+        """Whether a message waits.
+
+        :raises anyio.ClosedResourceError: if the socket is closed
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        self._drained = not frames.has_input(self._raw)
+        return not self._drained
+
+    async def serve(self, drain: Callable[[], bool]) -> NoReturn:
+        """Call ``drain`` whenever messages may wait, until cancelled.
+
+        It receives until nothing is left, or returns True to be called again when others have had a turn. On asyncio
+        it runs in a callback of the loop and not in a task, so it must not ask AnyIO for what belongs to a task.
+
+        :raises anyio.ClosedResourceError: if the socket is closed, before or meanwhile
+        :raises anyio.BusyResourceError: if another task waits on this socket
+        :raises Exception: what ``drain`` raised
+        """
+        self._check_free()
+        if _in_asyncio():
+            self._reader = _CallbackReader(self._fd, drain)
+            try:
+                await self._reader.ended
+            finally:
+                self._reader.close()
+                self._reader = None
+            raise anyio.ClosedResourceError
+        while True:
+            with anyio.CancelScope() as self._parked:
+                try:
+                    while True:
+                        slept = await self._wait()
+                        while drain() or not slept:
+                            await checkpoint()
+                            slept = True
+                finally:
+                    self._parked = None
+
     async def wait_readable(self) -> bool:
         """Return when a message may wait: False at once if one does already, True after having slept.
 
         :raises anyio.ClosedResourceError: if the socket is closed, before or meanwhile
         :raises anyio.BusyResourceError: if another task waits on this socket
         """
+        self._check_free()
+        slept = True
+        with anyio.CancelScope() as self._parked:
+            try:
+                slept = await self._wait()
+            finally:
+                self._parked = None
+        return slept
+
+    async def _wait(self) -> bool:
         if self._closed:
             raise anyio.ClosedResourceError
         # A receive that failed has taken all changes in, and so the next one makes the descriptor readable; otherwise
         # the events have to be looked at first.
         if not self._drained and frames.has_input(self._raw):
             return False
-        if self._parked is not None:
-            raise anyio.BusyResourceError("waiting on")
-        with anyio.CancelScope() as self._parked:
-            try:
-                await anyio.wait_readable(self._fd)
-            finally:
-                self._parked = None
-        self._drained = False
+        try:
+            await anyio.wait_readable(self._fd)
+        finally:
+            self._drained = False
         if self._closed:
             raise anyio.ClosedResourceError
         return True
+
+    def _check_free(self) -> None:
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if self._parked is not None or self._reader is not None:
+            raise anyio.BusyResourceError("waiting on")
+
+    def wake(self) -> None:
+        """Have the task that waits look again: somebody else received from this socket, and not to the end."""
+        self._drained = False
+        if self._parked is not None:
+            self._parked.cancel()
+        elif self._reader is not None:
+            self._reader.wake()
 
     def send(self, message: Sequence[Buffer]) -> list[zmq.MessageTracker]:
         """Send at once; the trackers are done when ZeroMQ has let go of the large frames' memory.
@@ -70,23 +134,27 @@ class Socket:
         :raises anyio.ClosedResourceError: if the socket is closed
         :raises zmq.ZMQError: EHOSTUNREACH if a ROUTER does not know the peer
         """
-        return self._send(frames.send_tracked, message)
-
-    def send_copied(self, message: Sequence[Buffer]) -> list[zmq.MessageTracker]:
-        """Send at once, ZeroMQ taking copies: there is nothing to track. Errors as :meth:`send`."""
-        return self._send(frames.send_copied, message)
-
-    def _send(
-        self, send: Callable[[zmq.Socket[bytes], Sequence[Buffer]], list[zmq.MessageTracker]], message: Sequence[Buffer]
-    ) -> list[zmq.MessageTracker]:
         if self._closed:
             raise anyio.ClosedResourceError
         try:
-            return send(self._raw, message)
+            return frames.send_tracked(self._raw, message)
         finally:
-            self._drained = False
-            if self._parked is not None and frames.has_input(self._raw):
-                self._parked.cancel()
+            self._wake_owner()
+
+    def send_copied(self, message: Sequence[Buffer]) -> None:
+        """Send at once, ZeroMQ taking copies: there is nothing to track. Errors as :meth:`send`."""
+        if self._closed:
+            raise anyio.ClosedResourceError
+        try:
+            frames.send_copied(self._raw, message)
+        finally:
+            self._wake_owner()
+
+    def _wake_owner(self) -> None:
+        """The operation that was may have taken the descriptor's change away."""
+        self._drained = False
+        if (self._parked is not None or self._reader is not None) and frames.has_input(self._raw):
+            self.wake()
 
     def close(self) -> None:
         """Close it, dropping what is unsent; a task that waits gets ClosedResourceError."""
@@ -97,4 +165,58 @@ class Socket:
         self._closed = True
         if self._parked is not None:
             anyio.notify_closing(self._fd)
+        if self._reader is not None:
+            self._reader.close()
         self._raw.close(linger=0)
+
+
+def _in_asyncio() -> bool:
+    """Whether the caller is a task of asyncio; trio as a guest in asyncio's loop runs in none."""
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:
+        return False
+
+
+class _CallbackReader:
+    """Reads in a callback that stays registered. A task that waits anew for each message takes twice as long."""
+
+    def __init__(self, fd: int, drain: Callable[[], bool]) -> None:
+        self._fd = fd
+        self._drain = drain
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.Handle | None = None
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(fd, self._on_readable)
+        self.wake()
+
+    def wake(self) -> None:
+        """Messages wait: read them in the loop's next turn."""
+        if self._again is None:
+            self._again = self._loop.call_soon(self._turn)
+
+    def _on_readable(self) -> None:
+        if self._again is None:  # else it was this callback's turn already
+            self._turn()
+
+    def _turn(self) -> None:
+        self._again = None
+        try:
+            if self._drain():
+                self.wake()
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        self._loop.remove_reader(self._fd)
+        if not self.ended.done():
+            if error is None:
+                self.ended.set_result(None)
+            else:
+                self.ended.set_exception(error)
+
+    def close(self) -> None:
+        """Read no more; ``ended`` is resolved."""
+        if self._again is not None:
+            self._again.cancel()
+        self._end(None)
