@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from anyengine.errors import RequestError
 
@@ -63,6 +63,18 @@ class StructuredOutputs:
             raise ValueError(
                 f"StructuredOutputs takes exactly one of json, regex, choice, grammar; got {given or 'none'}"
             )
+        if self.choice is not None:
+            _require(_is_list_of_strings(self.choice), "StructuredOutputs.choice", self.choice, "a list of strings")
+            if not self.choice:
+                raise RequestError("StructuredOutputs.choice=[]: expected at least one choice")
+        for name, kinds, expected in (
+            ("json", (str, Mapping), "a JSON schema as a string or a mapping"),
+            ("regex", (str,), "a string"),
+            ("grammar", (str,), "a string"),
+        ):
+            value: object = getattr(self, name)
+            fits = value is None or isinstance(value, kinds)
+            _require(fits, f"StructuredOutputs.{name}", cast("object", value), expected)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +178,12 @@ class SamplingParams:
             _require(isinstance(token, int) and not isinstance(token, bool), where, token, "integer token ids")
             if not 0 <= token <= U32_MAX:
                 raise RequestError(f"{where} holds {token!r}: a token id is 0 to {U32_MAX}")
+
+
+def _is_list_of_strings(value: object) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    return all(isinstance(item, str) for item in cast("Sequence[object]", value))
 
 
 def _require(condition: bool, where: str, value: object, expected: str) -> None:

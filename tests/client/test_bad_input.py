@@ -58,6 +58,24 @@ async def test_prompts(client: EngineClient, prompt: Any, error: type[Exception]
     assert client.statistics().live_requests == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({}, ValueError, "exactly one"),
+        ({"regex": "a", "grammar": "b"}, ValueError, "exactly one"),
+        ({"regex": 7}, TypeError, "StructuredOutputs.regex=7"),
+        ({"grammar": b"root"}, TypeError, "StructuredOutputs.grammar"),
+        ({"json": [1]}, TypeError, "JSON schema"),
+        ({"choice": "yes"}, TypeError, "list of strings"),
+        ({"choice": ["yes", 1]}, TypeError, "list of strings"),
+        ({"choice": []}, RequestError, "at least one choice"),
+    ],
+)
+def test_structured_outputs(fields: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        StructuredOutputs(**fields)
+
+
 async def test_embeddings_that_the_engine_does_not_take(client: EngineClient) -> None:
     import numpy
 

@@ -122,7 +122,7 @@ async def test_an_exception_comes_with_type_text_and_traceback() -> None:
         "RuntimeError",
         "boom-789",
     )
-    assert "scripted.py" in (error.traceback or "")
+    assert "faults.py" in (error.traceback or "")
 
 
 async def test_an_answer_may_come_later(client: EngineClient) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from anyio.abc import TaskGroup
 from tests.helpers import until
 
 from anyengine import EngineClient, SamplingParams, open_engine_client
@@ -24,19 +25,24 @@ def counts(client: EngineClient) -> tuple[int, ...]:
     return statistics.live_requests, statistics.aborting_requests, statistics.pending_calls, statistics.unread_outputs
 
 
+async def start_a_crowd(client: EngineClient, group: TaskGroup) -> None:
+    """1,024 tasks that each read a stream without an end."""
+
+    async def read(start: int) -> None:
+        async with client.open_request([start], SamplingParams(max_tokens=10**6)) as request:
+            async for _ in request:
+                pass
+
+    for start in range(1024):
+        group.start_soon(read, start)
+    await until(lambda: client.statistics().live_requests == 1024, 10)
+
+
 async def test_a_thousand_streams_cancelled_together_five_times() -> None:
     async with open_engine_client(scripted_spec(step_delay=0.001)) as client:
         for _ in range(5):
             async with anyio.create_task_group() as group:
-
-                async def run(start: int) -> None:
-                    async with client.open_request([start], SamplingParams(max_tokens=10**6)) as request:
-                        async for _ in request:
-                            pass
-
-                for start in range(1024):
-                    group.start_soon(run, start)
-                await until(lambda: client.statistics().live_requests == 1024, 10)
+                await start_a_crowd(client, group)
                 group.cancel_scope.cancel()
             # Leaving waits a second at most for the engine's word, which a busy machine may need more for.
             await until(lambda: counts(client) == (0, 0, 0, 0), 10)
@@ -194,15 +200,7 @@ def test_cancellation_reaches_busy_streams(anyio_backend: Any, use_uvloop: bool)
     async def main() -> float:
         async with open_engine_client(scripted_spec(step_delay=0.005)) as client:
             async with anyio.create_task_group() as group:
-
-                async def run(start: int) -> None:
-                    async with client.open_request([start], SamplingParams(max_tokens=10**6)) as request:
-                        async for _ in request:
-                            pass
-
-                for start in range(1024):
-                    group.start_soon(run, start)
-                await until(lambda: client.statistics().live_requests == 1024, 10)
+                await start_a_crowd(client, group)
                 await until(lambda: client.health().steps > 20, 10)
                 group.cancel_scope.cancel()
                 started = time.monotonic()

@@ -17,6 +17,7 @@ import pytest
 from tests.helpers import is_running, until
 
 from anyengine import (
+    Completion,
     EngineClient,
     EngineClosedError,
     EngineDeadError,
@@ -28,6 +29,8 @@ from anyengine import (
     UtilityError,
     open_engine_client,
 )
+from anyengine.client import services, supervisor
+from anyengine.client.session import EngineSession
 from anyengine.testing import scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -122,7 +125,7 @@ async def test_each_kind_of_death_is_named_within_a_second(method: str, args: tu
         assert expected in str(error)
         assert str(pid) in str(error)
         if method in ("abort", "segfault"):
-            assert "scripted.py" in (error.report.native_stack or "")
+            assert "faults.py" in (error.report.native_stack or "")
         if method == "raise_in_step":
             assert error.report.exception_message == "boom-123"
             assert "in step" in (error.report.traceback or "")
@@ -502,3 +505,28 @@ anyio.run(main, backend={anyio_backend[0]!r})
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert result.stdout == "[2, 3]\nstill here\n"
+
+
+async def test_requests_that_ended_before_the_death_get_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers are woken in portions; those whose turn has not come when the engine dies are not forgotten."""
+
+    def read_and_wake_nobody(session: EngineSession, seconds: float = 0.01) -> bool:
+        return services._read(session, seconds)
+
+    monkeypatch.setattr(services, "read_outputs", read_and_wake_nobody)
+    monkeypatch.setattr(supervisor, "read_outputs", read_and_wake_nobody)
+    completions: list[Completion] = []
+    with pytest.raises(EngineDeadError):
+        async with open_engine_client(scripted_spec()) as client:
+            async with anyio.create_task_group() as group:
+
+                async def generate(start: int) -> None:
+                    completions.append(await client.generate([start], SamplingParams(max_tokens=2)))
+
+                for start in range(100):
+                    group.start_soon(generate, start)
+                await until(lambda: client.health().steps > 0 and client.statistics().live_requests == 0)
+                assert len(completions) < 100
+                os.kill(client.health().pid, signal.SIGKILL)
+    assert len(completions) == 100
+    assert all(completion.finish_reason == "length" for completion in completions)

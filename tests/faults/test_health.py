@@ -100,6 +100,23 @@ async def test_an_engine_that_answers_but_makes_no_step_is_unresponsive(
         await until(lambda: client.health(timeout=1).state == "alive")
 
 
+async def test_figures_that_cannot_travel_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "boastful_engine.py").write_text(
+        "from anyengine.engines.scripted import ScriptedEngine\n"
+        "class BoastfulEngine(ScriptedEngine):\n"
+        "    def statistics(self):\n"
+        "        return {'speed': 'high'}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with open_engine_client(EngineSpec("boastful_engine:BoastfulEngine")) as client:
+        assert (await client.generate([1], SamplingParams(max_tokens=2))).token_ids == [2, 3]
+        assert await client.call_utility("echo", 1) == 1
+        assert client.statistics().engine == {}
+    assert "'speed': 'high' is not a name with a number" in capfd.readouterr().err
+
+
 async def test_step_counter_and_age() -> None:
     async with open_engine_client(scripted_spec()) as client:
         await client.generate([0], SamplingParams(max_tokens=20))

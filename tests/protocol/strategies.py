@@ -114,10 +114,15 @@ def values(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[An
 
 # ---- messages to the engine ----
 
+_choices = st.lists(texts, min_size=1, max_size=3)
+
 structured_outputs = (
     st.builds(StructuredOutputs, json=texts | st.dictionaries(texts, values(scalars), max_size=3))
     | st.builds(StructuredOutputs, regex=texts)
-    | st.builds(StructuredOutputs, choice=st.lists(texts, max_size=3) | st.lists(texts, max_size=2).map(tuple))
+    | st.builds(
+        StructuredOutputs,
+        choice=st.lists(texts, min_size=1, max_size=3) | st.lists(texts, min_size=1, max_size=2).map(tuple),
+    )
     | st.builds(StructuredOutputs, grammar=texts)
 )
 

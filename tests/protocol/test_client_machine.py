@@ -30,7 +30,6 @@ from anyengine.protocol.client_machine import (
     ClientState,
     DeathAnnounced,
     HelloReceived,
-    MessageLostError,
     PongReceived,
     ProgressReceived,
     ReadyReceived,
@@ -39,7 +38,7 @@ from anyengine.protocol.client_machine import (
     VersionError,
 )
 from anyengine.protocol.handshake import Hello, Progress, Ready
-from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_client
+from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
 from anyengine.types import SamplingParams

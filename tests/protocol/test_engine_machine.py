@@ -18,13 +18,12 @@ from anyengine.protocol.engine_machine import (
     EngineMachine,
     EngineState,
     InitReceived,
-    MessageLostError,
     PingReceived,
     RequestMalformed,
     RequestReceived,
     ShutdownReceived,
 )
-from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_engine
+from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.types import SamplingParams

@@ -31,7 +31,7 @@ from anyengine.protocol import client_machine as client_side
 from anyengine.protocol import engine_machine as engine_side
 from anyengine.protocol.client_machine import ClientMachine, ClientState
 from anyengine.protocol.engine_machine import EngineMachine, EngineState
-from anyengine.protocol.messages import decode_from_engine
+from anyengine.protocol.messages import MessageLostError, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Ping
@@ -205,7 +205,7 @@ class Link(RuleBasedStateMachine):
             lost = bytes(message[0]) == Ping.KIND and sent_before != self.counted_in
             try:
                 event = self.engine.receive(message)
-            except engine_side.MessageLostError:
+            except MessageLostError:
                 assert lost, "nothing was lost"
                 self.dies()
                 return
@@ -325,7 +325,7 @@ class Link(RuleBasedStateMachine):
                 continue
             try:
                 event = self.client.receive(message)
-            except client_side.MessageLostError:
+            except MessageLostError:
                 assert number != self.pushed_in, "nothing was lost"
                 # The client ends an engine whose outputs have a hole.
                 self.dies()

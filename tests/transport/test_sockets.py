@@ -147,6 +147,120 @@ async def test_sending_and_receiving_on_one_router_never_stalls(context: zmq.Con
     router.close()
 
 
+async def test_a_served_socket_is_read_whenever_something_comes(context: zmq.Context[Any]) -> None:
+    """From another thread, while the reader is called again and again in portions, and while others read as well."""
+    socket, peer = pair(context, zmq.PULL, zmq.PUSH)
+    count = 5_000
+    got: list[int] = []
+
+    def drain() -> bool:
+        for _ in range(7):
+            if (frames := socket.receive_nowait()) is None:
+                return False
+            got.append(int.from_bytes(frames[1], "little"))
+        return True
+
+    def send() -> None:
+        for number in range(count):
+            peer.send_multipart([b"n", number.to_bytes(4, "little")])
+            if number % 50 == 0:
+                time.sleep(0.0005)
+
+    sending = threading.Thread(target=send, name="send")
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(socket.serve, drain)
+            sending.start()
+            while len(got) < count:
+                await anyio.sleep(0.001)
+                if (frames := socket.receive_nowait()) is not None:
+                    got.append(int.from_bytes(frames[1], "little"))
+                    socket.wake()
+            group.cancel_scope.cancel()
+    sending.join()
+    assert got == list(range(count))
+    socket.close()
+
+
+async def test_a_served_router_hears_what_comes_while_it_sends(context: zmq.Context[Any]) -> None:
+    router, dealer = pair(context, zmq.ROUTER, zmq.DEALER)
+    dealer.send_multipart([b"n", b"hello"])
+    identity = (await receive(router))[0]
+    answers: list[bytes] = []
+    rounds = 2_000
+
+    def drain() -> bool:
+        while (frames := router.receive_nowait()) is not None:
+            answers.append(bytes(frames[2]))
+        return False
+
+    def echo() -> None:
+        for _ in range(rounds):
+            dealer.send_multipart(dealer.recv_multipart())
+
+    echoing = threading.Thread(target=echo, name="echo")
+    echoing.start()
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(router.serve, drain)
+            await anyio.wait_all_tasks_blocked()
+            for number in range(rounds):
+                router.send([identity, b"n", number.to_bytes(4, "little")])
+                if number % 7 == 0:
+                    await anyio.sleep(0)
+            while len(answers) < rounds:
+                await anyio.sleep(0.001)
+            group.cancel_scope.cancel()
+    echoing.join()
+    assert answers == [number.to_bytes(4, "little") for number in range(rounds)]
+    router.close()
+
+
+async def test_an_error_in_the_reader_ends_the_serving(context: zmq.Context[Any]) -> None:
+    socket, peer = pair(context, zmq.PULL, zmq.PUSH)
+
+    def drain() -> bool:
+        if socket.receive_nowait() is None:
+            return False
+        raise ValueError("no such message")
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+
+            async def serve() -> None:
+                with pytest.raises(ValueError, match="no such message"):
+                    await socket.serve(drain)
+
+            group.start_soon(serve)
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(anyio.BusyResourceError):
+                await socket.serve(drain)
+            with pytest.raises(anyio.BusyResourceError):
+                await socket.wait_readable()
+            peer.send_multipart([b"kind", b"body"])
+        # It is free again.
+        assert socket.receive_nowait() is None
+        peer.send_multipart([b"kind", b"body"])
+        assert await receive(socket) == [b"kind", b"body"]
+    socket.close()
+
+
+async def test_closing_ends_the_serving_with_an_error(context: zmq.Context[Any]) -> None:
+    socket, _ = pair(context, zmq.PULL, zmq.PUSH)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+
+            async def serve() -> None:
+                with pytest.raises(anyio.ClosedResourceError):
+                    await socket.serve(lambda: socket.receive_nowait() is not None)
+
+            group.start_soon(serve)
+            await anyio.wait_all_tasks_blocked()
+            socket.close()
+    with pytest.raises(anyio.ClosedResourceError):
+        await socket.serve(lambda: False)
+
+
 async def test_closing_wakes_the_waiter_with_an_error(context: zmq.Context[Any]) -> None:
     socket, _ = pair(context, zmq.PULL, zmq.PUSH)
     with anyio.fail_after(5):

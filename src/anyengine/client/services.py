@@ -23,7 +23,6 @@ from anyengine.protocol.client_events import (
     DeathAnnounced,
     Event,
     HelloReceived,
-    MessageLostError,
     PongReceived,
     ProgressReceived,
     ReadyReceived,
@@ -31,6 +30,7 @@ from anyengine.protocol.client_events import (
     StepReceived,
     VersionError,
 )
+from anyengine.protocol.messages import MessageLostError
 from anyengine.types import EngineSpec
 
 logger: logging.Logger = logging.getLogger("anyengine")

@@ -22,6 +22,7 @@ from anyengine.engine.failures import describe_failure, message_of
 from anyengine.errors import ProtocolError, RequestError, UnencodableError
 from anyengine.protocol import engine_machine as machine
 from anyengine.protocol.bootstrap import Bootstrap
+from anyengine.protocol.messages import MessageLostError
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, encode_details
 from anyengine.protocol.requests import ShutdownMode
 
@@ -158,7 +159,7 @@ class EngineCoreProc:
             wait = False
             try:
                 event = self._protocol.receive(message)
-            except machine.MessageLostError:
+            except MessageLostError:
                 raise
             except ProtocolError as error:
                 logger.warning("engine %d ignored a message: %s", self._bootstrap.rank, error)
@@ -274,4 +275,7 @@ class EngineCoreProc:
         self._stats_sent_at = time.monotonic()
         figures = core.statistics()
         if figures:
-            self._send(self._protocol.stats(figures))
+            try:
+                self._send(self._protocol.stats(figures))
+            except UnencodableError as error:
+                logger.warning("engine %d: figures that cannot travel were dropped: %s", self._bootstrap.rank, error)

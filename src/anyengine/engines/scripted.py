@@ -6,13 +6,9 @@ script. Its utilities produce every fault that a real engine can have.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 import os
-import signal
-import subprocess
-import sys
 import time
 from array import array
 from collections import deque
@@ -21,7 +17,6 @@ from typing import Any, Literal
 
 from anyengine.engine.core import (
     Deferred,
-    EngineCore,
     EngineRequest,
     OutputDetails,
     ProgressReporter,
@@ -29,6 +24,7 @@ from anyengine.engine.core import (
     from_rows,
     utility,
 )
+from anyengine.engines.faults import FaultUtilities
 from anyengine.errors import RequestError
 from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
 
@@ -45,7 +41,7 @@ class _Running:
     logprobs: int | None
 
 
-class ScriptedEngine(EngineCore):
+class ScriptedEngine(FaultUtilities):
     """Counts up from each prompt, or plays ``script``, one token per request and step.
 
     :param step_delay: seconds that each step takes
@@ -70,6 +66,7 @@ class ScriptedEngine(EngineCore):
         load_fault: LoadFault | None = None,
         constructor_fault: str | None = None,
     ) -> None:
+        super().__init__()
         if constructor_fault is not None:
             raise RuntimeError(constructor_fault)
         self._step_delay = step_delay
@@ -81,10 +78,7 @@ class ScriptedEngine(EngineCore):
         self._load_fault: LoadFault | None = load_fault
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}
-        self._frozen: tuple[float, bool] | None = None
-        self._error_in_step: str | None = None
         self._flood: _Flood | None = None
-        self._grandchildren: list[subprocess.Popen[bytes]] = []
         # While nothing but counting happens, a step is one addition to the columns of the step before.
         self._handles = array("Q")
         self._tokens = array("I")
@@ -146,17 +140,11 @@ class ScriptedEngine(EngineCore):
 
     def has_work(self) -> bool:
         """Whether anything runs, waits, floods or is about to go wrong."""
-        return bool(
-            self._running or self._waiting or self._flood or self._frozen is not None or self._error_in_step is not None
-        )
+        return bool(self._running or self._waiting or self._flood or self._fault_is_due)
 
     def step(self) -> StepOutputs | None:
         """One token for every running request."""
-        if self._error_in_step is not None:
-            raise RuntimeError(self._error_in_step)
-        if self._frozen is not None:
-            (seconds, hold_gil), self._frozen = self._frozen, None
-            _sleep_in_c(seconds, hold_gil=hold_gil)
+        self._strike()
         if self._flood is not None:
             outputs = self._flood.step()
             if outputs is None:
@@ -253,60 +241,6 @@ class ScriptedEngine(EngineCore):
         return value
 
     @utility
-    def sleep_for(self, seconds: float) -> float:
-        """Answer after ``seconds``; the engine does nothing else meanwhile."""
-        time.sleep(seconds)
-        return seconds
-
-    @utility
-    def raise_error(self, text: str) -> None:
-        """Fail this call with a RuntimeError."""
-        raise RuntimeError(text)
-
-    @utility
-    def return_unencodable(self) -> Any:
-        """Return a function inside a list inside a map."""
-        return {"fine": 1, "items": [0, _fail]}
-
-    @utility
-    def exit(self, code: int) -> None:
-        """End the process without a word."""
-        os._exit(code)
-
-    @utility
-    def kill(self, number: int) -> None:
-        """Send this process a signal."""
-        os.kill(os.getpid(), number)
-
-    @utility
-    def abort(self) -> None:
-        """End as ``std::terminate`` does."""
-        os.abort()
-
-    @utility
-    def segfault(self) -> None:
-        """Read address 0 in native code."""
-        ctypes.string_at(0)
-
-    @utility
-    def raise_in_step(self, text: str) -> None:
-        """Have the next step raise a RuntimeError."""
-        self._error_in_step = text
-
-    @utility
-    def freeze(self, seconds: float, hold_gil: bool) -> None:
-        """Have the next step sleep in native code, keeping the GIL or not; the answer comes before."""
-        self._frozen = (seconds, hold_gil)
-
-    @utility
-    def spawn_grandchild(self) -> int:
-        """Start a process that sleeps for an hour and answer its pid."""
-        code = "import time; time.sleep(3600)"
-        grandchild = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
-        self._grandchildren.append(grandchild)
-        return grandchild.pid
-
-    @utility
     def flood(self, steps: int, requests_per_step: int) -> Deferred:
         """Send ``steps`` steps as fast as possible, and answer with the number of rows when they are out.
 
@@ -348,15 +282,3 @@ def _fail(fault: LoadFault | None) -> None:
         os.kill(os.getpid(), 9)
     if fault == "hang":
         time.sleep(3600)
-
-
-def _sleep_in_c(seconds: float, *, hold_gil: bool) -> None:
-    library = ctypes.PyDLL(None) if hold_gil else ctypes.CDLL(None)
-    microseconds = math.ceil(seconds * 1e6)
-    # Like a native call that does not come back for a signal; usleep would.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    while microseconds > 0:  # usleep takes less than a second at a time
-        chunk = min(microseconds, 900_000)
-        library.usleep(chunk)
-        microseconds -= chunk
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

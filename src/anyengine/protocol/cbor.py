@@ -75,10 +75,11 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
             raise UnencodableError(path, f"{what} does not fit 64 bits")
         return value
     if type(value) is str:
-        try:
-            value.isascii() or value.encode()
-        except UnicodeEncodeError as error:
-            raise UnencodableError(path, f"the string holds a lone surrogate: {error.reason}") from None
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise UnencodableError(path, f"the string holds a lone surrogate: {error.reason}") from None
         return value
     # Two levels of reserve for the message around it and the array tag within; a cycle ends here as well.
     if depth > MAX_DEPTH - 8:

@@ -135,12 +135,5 @@ Event = (
 )
 
 
-class MessageLostError(ProtocolError):
-    """A sequence number is missing: what the engine sent did not all arrive, so its outputs have a hole.
-
-    It is final: every later message of this life of the engine raises it again.
-    """
-
-
 class VersionError(ProtocolError):
     """The engine speaks another version of the protocol."""

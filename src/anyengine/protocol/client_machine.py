@@ -19,7 +19,6 @@ from anyengine.protocol.client_events import (
     DeathAnnounced,
     Event,
     HelloReceived,
-    MessageLostError,
     Owner,
     PongReceived,
     ProgressReceived,
@@ -29,7 +28,7 @@ from anyengine.protocol.client_events import (
     VersionError,
 )
 from anyengine.protocol.handshake import Hello, Progress
-from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_engine, salvage
+from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_engine, salvage
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
 from anyengine.types import SamplingParams

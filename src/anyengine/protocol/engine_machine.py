@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol.handshake import Hello, Progress, Ready
-from anyengine.protocol.messages import PROTOCOL_VERSION, decode_from_client, salvage
+from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client, salvage
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
@@ -220,8 +220,8 @@ class EngineMachine:
     def receive(self, frames: Sequence[bytes | memoryview]) -> Event | None:
         """The event in one message, or None if there is nothing to do (an abort of requests that have ended).
 
-        :raises ProtocolError: if it is not a message, or one that may not come now; or if PING shows that messages
-            before it are lost
+        :raises ProtocolError: if it is not a message, or one that may not come now
+        :raises MessageLostError: if PING shows that messages before it are lost
         """
         try:
             message = decode_from_client(frames)
@@ -283,7 +283,3 @@ class EngineMachine:
             self.live.add(number)
             return RequestMalformed(number, str(error))
         return CallMalformed(number, str(error))
-
-
-class MessageLostError(ProtocolError):
-    """What the client sent did not all arrive."""

@@ -28,6 +28,13 @@ _FROM_ENGINE: dict[bytes, type[FromEngine]] = {
 }
 
 
+class MessageLostError(ProtocolError):
+    """What the other side sent did not all arrive, so what it says has a hole.
+
+    It is final: every later message of this life of the engine raises it again.
+    """
+
+
 def decode_from_client(frames: Sequence[bytes | memoryview]) -> FromClient:
     """The message that a client sent; ``frames`` begin with the kind.
 
