@@ -15,6 +15,7 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from anyengine.client.engine_client import EngineClient as EngineClient
+    from anyengine.client.keeper import RestartPolicy as RestartPolicy
     from anyengine.client.opening import open_engine_client as open_engine_client
     from anyengine.client.request_stream import RequestStream as RequestStream
     from anyengine.client.supervisor import ShutdownPolicy as ShutdownPolicy
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from anyengine.errors import EngineStartError as EngineStartError
     from anyengine.errors import ProtocolError as ProtocolError
     from anyengine.errors import RequestError as RequestError
+    from anyengine.errors import RequestStalledError as RequestStalledError
+    from anyengine.errors import TooManyRequestsError as TooManyRequestsError
     from anyengine.errors import UnencodableError as UnencodableError
     from anyengine.errors import UnencodableResultError as UnencodableResultError
     from anyengine.errors import UtilityError as UtilityError
@@ -60,12 +63,15 @@ _MODULES = {
     "ProtocolError": "errors",
     "RequestError": "errors",
     "RequestOutput": "types",
+    "RequestStalledError": "errors",
     "RequestStream": "client.request_stream",
+    "RestartPolicy": "client.keeper",
     "SamplingParams": "types",
     "ShutdownPolicy": "client.supervisor",
     "StartLimits": "client.supervisor",
     "StepOutputs": "protocol.outputs",
     "StructuredOutputs": "types",
+    "TooManyRequestsError": "errors",
     "UnencodableError": "errors",
     "UnencodableResultError": "errors",
     "UtilityError": "errors",

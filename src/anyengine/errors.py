@@ -137,6 +137,24 @@ class RequestError(EngineError, ValueError):
     """
 
 
+class TooManyRequestsError(RequestError):
+    """The client has as many live requests as it may have (``limit``), and this one was not to wait."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return (
+            f"the client has {self.limit} live requests, which is its max_requests; wait for one to end or cancel one, "
+            f"or open the client with when_full='wait'"
+        )
+
+
+class RequestStalledError(RequestError, TimeoutError):
+    """Nothing came of a request for longer than its stall limit; it was aborted, the engine and all others go on."""
+
+
 class UtilityError(EngineError):
     """A utility call failed in the engine, or was refused before it was sent; the engine goes on.
 

@@ -247,7 +247,7 @@ class EngineInfo:
     utilities: Sequence[str] = ()
 
 
-HealthState = Literal["alive", "unresponsive", "closing", "closed", "dead"]
+HealthState = Literal["alive", "unresponsive", "restarting", "closing", "closed", "dead"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +276,7 @@ class ClientStatistics:
 
     ``live_requests`` are those sent and neither finished nor aborted, ``aborting_requests`` those whose abort the
     engine has not acknowledged, ``pending_calls`` the utility calls without an answer, ``unread_outputs`` the steps
-    that wait for ``get_output``, and ``tracked_buffers`` the tensors whose memory ZeroMQ still reads. ``engine`` holds
+    that wait for ``get_output``, ``waiting_requests`` those that wait to be let in, and ``tracked_buffers`` the tensors whose memory ZeroMQ still reads. ``engine`` holds
     the engine's own figures as last reported.
     """
 
@@ -284,5 +284,6 @@ class ClientStatistics:
     aborting_requests: int
     pending_calls: int
     unread_outputs: int
+    waiting_requests: int
     tracked_buffers: int
     engine: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])

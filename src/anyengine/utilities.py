@@ -29,16 +29,25 @@ class EngineUtilities(abc.ABC):
     # ---- pausing and sleeping ----
 
     async def pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop making steps; when this returns, the engine makes none. Requests sent meanwhile wait in the engine.
+        """Stop making steps; when this returns, the engine makes none. Requests sent meanwhile are held in the engine.
 
-        :param mode: what happens to the requests that the engine has: ``"abort"`` ends them now, ``"wait"`` lets them
-            finish first, ``"keep"`` keeps them as they are until :meth:`resume_scheduler`
-        :param clear_cache: whether the prefix cache is emptied, in modes that leave no request
+        A paused engine can be paused again: ``"abort"`` then also ends the requests that it kept and holds, ``"wait"``
+        makes steps again until those that it kept have finished, and ``"keep"`` changes nothing. Several calls with
+        ``"wait"`` are answered together, also when an ``"abort"`` ends what they wait for; ``"keep"`` and
+        :meth:`resume_scheduler` fail those that are still waiting. While the engine sleeps, what it kept cannot be
+        waited for. Should emptying the cache fail, so does the call, but the engine is paused.
+
+        :param mode: what happens to the requests that the engine has: ``"abort"`` ends them now, with that finish
+            reason, ``"wait"`` lets them finish first, ``"keep"`` keeps them as they are until they can go on
+        :param clear_cache: whether the prefix cache, if there is one, is emptied too; not with ``"keep"``
         """
         await self.call_utility("pause_scheduler", mode, clear_cache)
 
     async def resume_scheduler(self) -> None:
-        """Make steps again; nothing happens if the engine is not paused."""
+        """Make steps again and take in what was held, in its order; nothing happens if the engine is not paused.
+
+        It fails if part of the engine sleeps: :meth:`wake_up` ends that.
+        """
         await self.call_utility("resume_scheduler")
 
     async def is_scheduler_paused(self) -> bool:
@@ -46,22 +55,28 @@ class EngineUtilities(abc.ABC):
         return await self.call_utility("is_scheduler_paused")
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause, and give the accelerator's memory back.
+        """Pause, and give the accelerator's memory back; the KV cache is dropped.
 
-        :param level: 0 only pauses; 1 moves the weights to the host's memory; 2 drops them
-        :param mode: as for :meth:`pause_scheduler`
+        An engine that sleeps can be told so again, to no effect but that of ``mode``; another level is an error. Should
+        falling asleep fail, the engine is paused and may sleep in part, until :meth:`wake_up` succeeds.
+
+        :param level: 0 only pauses and keeps all memory; 1 moves the weights to the host's memory; 2 drops them
+        :param mode: as for :meth:`pause_scheduler`; requests that are kept are computed anew after a sleep
         """
         await self.call_utility("sleep", level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """End a sleep; when everything is awake, the engine makes steps again.
+        """End a sleep, or a pause; as soon as nothing sleeps any more, the engine makes steps again.
+
+        What is awake already is left as it is. ``["scheduling"]`` ends a sleep of level 0, and is an error while
+        something else would sleep on.
 
         :param tags: what to bring back, of ``"weights"``, ``"kv_cache"`` and ``"scheduling"``; None for everything
         """
         await self.call_utility("wake_up", None if tags is None else list(tags))
 
     async def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, or part of it."""
+        """Whether the engine sleeps, or part of it; level 0 is a pause, so a paused engine sleeps."""
         return await self.call_utility("is_sleeping")
 
     # ---- caches ----
@@ -154,16 +169,25 @@ class BlockingEngineUtilities(abc.ABC):
     # ---- pausing and sleeping ----
 
     def pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stop making steps; when this returns, the engine makes none. Requests sent meanwhile wait in the engine.
+        """Stop making steps; when this returns, the engine makes none. Requests sent meanwhile are held in the engine.
 
-        :param mode: what happens to the requests that the engine has: ``"abort"`` ends them now, ``"wait"`` lets them
-            finish first, ``"keep"`` keeps them as they are until :meth:`resume_scheduler`
-        :param clear_cache: whether the prefix cache is emptied, in modes that leave no request
+        A paused engine can be paused again: ``"abort"`` then also ends the requests that it kept and holds, ``"wait"``
+        makes steps again until those that it kept have finished, and ``"keep"`` changes nothing. Several calls with
+        ``"wait"`` are answered together, also when an ``"abort"`` ends what they wait for; ``"keep"`` and
+        :meth:`resume_scheduler` fail those that are still waiting. While the engine sleeps, what it kept cannot be
+        waited for. Should emptying the cache fail, so does the call, but the engine is paused.
+
+        :param mode: what happens to the requests that the engine has: ``"abort"`` ends them now, with that finish
+            reason, ``"wait"`` lets them finish first, ``"keep"`` keeps them as they are until they can go on
+        :param clear_cache: whether the prefix cache, if there is one, is emptied too; not with ``"keep"``
         """
         self.call_utility("pause_scheduler", mode, clear_cache)
 
     def resume_scheduler(self) -> None:
-        """Make steps again; nothing happens if the engine is not paused."""
+        """Make steps again and take in what was held, in its order; nothing happens if the engine is not paused.
+
+        It fails if part of the engine sleeps: :meth:`wake_up` ends that.
+        """
         self.call_utility("resume_scheduler")
 
     def is_scheduler_paused(self) -> bool:
@@ -171,22 +195,28 @@ class BlockingEngineUtilities(abc.ABC):
         return self.call_utility("is_scheduler_paused")
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause, and give the accelerator's memory back.
+        """Pause, and give the accelerator's memory back; the KV cache is dropped.
 
-        :param level: 0 only pauses; 1 moves the weights to the host's memory; 2 drops them
-        :param mode: as for :meth:`pause_scheduler`
+        An engine that sleeps can be told so again, to no effect but that of ``mode``; another level is an error. Should
+        falling asleep fail, the engine is paused and may sleep in part, until :meth:`wake_up` succeeds.
+
+        :param level: 0 only pauses and keeps all memory; 1 moves the weights to the host's memory; 2 drops them
+        :param mode: as for :meth:`pause_scheduler`; requests that are kept are computed anew after a sleep
         """
         self.call_utility("sleep", level, mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """End a sleep; when everything is awake, the engine makes steps again.
+        """End a sleep, or a pause; as soon as nothing sleeps any more, the engine makes steps again.
+
+        What is awake already is left as it is. ``["scheduling"]`` ends a sleep of level 0, and is an error while
+        something else would sleep on.
 
         :param tags: what to bring back, of ``"weights"``, ``"kv_cache"`` and ``"scheduling"``; None for everything
         """
         self.call_utility("wake_up", None if tags is None else list(tags))
 
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, or part of it."""
+        """Whether the engine sleeps, or part of it; level 0 is a pause, so a paused engine sleeps."""
         return self.call_utility("is_sleeping")
 
     # ---- caches ----

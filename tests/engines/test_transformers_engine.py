@@ -310,7 +310,7 @@ class TestRequests:
             ([1], {"logit_bias": {50000: 1.0}}, r"logit_bias holds 50000"),
             ([1], {"logit_bias": {5: float("nan")}}, r"logit_bias\[5\]=nan"),
             ([1], {"allowed_token_ids": [3, 60000]}, r"allowed_token_ids holds 60000"),
-            ([1], {"prompt_logprobs": 1}, r"does not support SamplingParams\.prompt_logprobs"),
+            ([1] * 200, {"prompt_logprobs": 2**32 - 1}, r"prompt_logprobs=4294967295: expected at most 20971"),
             ([1], {"structured_outputs": StructuredOutputs(regex="a")}, r"SamplingParams\.structured_outputs"),
             ([1], {"extra": {"best_of": 2}}, r"SamplingParams\.extra"),
         ]
@@ -451,4 +451,4 @@ def test_describe_says_what_was_loaded(directory: Path) -> None:
     assert info.prompt_embeds
     assert engine.statistics()["kv_blocks_total"] == 16
     assert "seed" in info.sampling_parameters
-    assert "prompt_logprobs" not in info.sampling_parameters
+    assert "prompt_logprobs" in info.sampling_parameters

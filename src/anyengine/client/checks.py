@@ -103,6 +103,18 @@ def check_request_id(request_id: object) -> str | None:
     return request_id
 
 
+def check_count(name: str, value: object) -> None:
+    """Check a limit that counts something.
+
+    :raises TypeError: if ``value`` is not an integer
+    :raises ValueError: if it is not above 0
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected an integer")
+    if value <= 0:
+        raise ValueError(f"{name}={value!r}: expected at least 1")
+
+
 def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
     """Check a limit in seconds.
 

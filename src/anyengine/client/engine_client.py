@@ -15,12 +15,13 @@ from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
 from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
 from anyengine.protocol.outputs import StepOutputs
-from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, SamplingParams
+from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, HealthState, SamplingParams
+from anyengine.utilities import EngineUtilities
 
 _DEFAULT_SAMPLING = SamplingParams()
 
 
-class EngineClient:
+class EngineClient(EngineUtilities):
     """One engine in a child process. ``open_engine_client`` makes it and owns what runs behind it.
 
     Every await ends: with a value, with an error, or with cancellation. After the engine's death each call and each
@@ -40,7 +41,7 @@ class EngineClient:
         return self._session.link.info
 
     def health(self, timeout: float = 2.0) -> Health:
-        """Whether the engine is alive, unresponsive, closing, closed or dead; never blocks.
+        """Whether the engine is alive, unresponsive, restarting, closing, closed or dead; never blocks.
 
         It is unresponsive when it has not answered for ``timeout`` seconds, or has requests and made no step for as
         long. That is not death: a long step or a stopped process may go on. The engine is asked twice a second, so an
@@ -49,11 +50,17 @@ class EngineClient:
         :raises ValueError: if ``timeout`` is not a positive number
         """
         check_seconds("timeout", timeout)
-        if self._session.link.report is not None and not self._session.closing:
-            return self._session.link.health(timeout, "dead")
-        if self._session.closed:
-            return self._session.link.health(timeout, "closed")
-        return self._session.link.health(timeout, "closing" if self._session.closing else None)
+        session = self._session
+        state: HealthState | None = None
+        if session.closed:
+            state = "closed"
+        elif session.closing:
+            state = "closing"
+        elif session.restarted is not None:
+            state = "restarting"
+        elif session.link.report is not None:
+            state = "dead"
+        return session.link.health(timeout, state)
 
     def statistics(self) -> ClientStatistics:
         """What the client holds right now; every count is zero when nothing runs."""
@@ -63,6 +70,7 @@ class EngineClient:
             aborting_requests=len(machine.aborting),
             pending_calls=len(machine.calls),
             unread_outputs=len(self._session.queue),
+            waiting_requests=self._session.admission.waiting,
             tracked_buffers=self._session.tracked_buffers(),
             engine=dict(self._session.link.engine_figures),
         )
@@ -86,19 +94,23 @@ class EngineClient:
         *,
         prompt_embeds: Any = None,
         request_id: str | None = None,
+        stall_limit: float | None = None,
     ) -> RequestStream:
         """One request, as an async context manager that iterates over its outputs.
 
         :param prompt_token_ids: the prompt as token ids (u32)
         :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead
         :param request_id: a name for logs and errors, free again when the request has ended; made up if None
+        :param stall_limit: seconds after which a request of which nothing comes fails with ``RequestStalledError``; the
+            time that it waits in the engine counts
         :raises TypeError: if an argument has the wrong type
         :raises RequestError: if the prompt is empty or holds an impossible token id, if a live request has the same
             id, or if the engine does not support a sampling parameter
+        :raises TooManyRequestsError: if the client has ``max_requests`` live requests and ``when_full="refuse"``
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
         """
-        return self._prepare(prompt_token_ids, sampling_params, prompt_embeds, request_id, whole=False)
+        return self._prepare(prompt_token_ids, sampling_params, prompt_embeds, request_id, stall_limit, whole=False)
 
     async def generate(
         self,
@@ -107,12 +119,14 @@ class EngineClient:
         *,
         prompt_embeds: Any = None,
         request_id: str | None = None,
+        stall_limit: float | None = None,
     ) -> Completion:
         """One request to its end. Parameters and errors as :meth:`open_request`; cancelling it aborts the request.
 
         :raises EngineDeadError: if the engine dies before the last token
         """
-        async with self._prepare(prompt_token_ids, sampling_params, prompt_embeds, request_id, whole=True) as request:
+        request = self._prepare(prompt_token_ids, sampling_params, prompt_embeds, request_id, stall_limit, whole=True)
+        async with request:
             return await request.completion()
 
     async def add_request(
@@ -132,6 +146,7 @@ class EngineClient:
         sampling = check_sampling(sampling_params, self.info)
         self._session.check_free(check_request_id(request_id))
         await checkpoint_if_cancelled()
+        await self._session.admit()
         handle, trackers = self._session.register(self._session.queue, tokens, prompt_embeds, sampling, request_id)
         try:
             # The message is on its way already while other tasks get their turn.
@@ -168,6 +183,10 @@ class EngineClient:
         except EngineError as error:
             raise self._session.told(error) from None
 
+    def get_outputs_nowait(self) -> list[StepOutputs]:
+        """The steps that have come already, without waiting; perhaps none. It never says that the engine is dead."""
+        return self._session.queue.get_outputs_nowait()
+
     # ---- utilities ----
 
     async def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
@@ -190,6 +209,8 @@ class EngineClient:
         await checkpoint_if_cancelled()
         session = self._session
         session.check_open()
+        if session.restarted is not None:
+            await session.available()
         if method not in self.info.utilities:
             known = ", ".join(self.info.utilities)
             raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
@@ -221,10 +242,20 @@ class EngineClient:
             raise self._session.told(error) from error.__cause__
 
     def _prepare(
-        self, token_ids: Any, sampling: SamplingParams, embeds: Any, request_id: str | None, *, whole: bool
+        self,
+        token_ids: Any,
+        sampling: SamplingParams,
+        embeds: Any,
+        request_id: str | None,
+        stall_limit: float | None,
+        *,
+        whole: bool,
     ) -> RequestStream:
         self._session.check_open()
         tokens = check_prompt(token_ids, embeds, self.info)
         check_sampling(sampling, self.info)
         self._session.check_free(check_request_id(request_id))
-        return RequestStream(self._session, tokens, embeds, sampling, request_id, whole=whole)
+        if stall_limit is not None:
+            check_seconds("stall_limit", stall_limit)
+        self._session.admission.check()
+        return RequestStream(self._session, tokens, embeds, sampling, request_id, whole=whole, stall_limit=stall_limit)

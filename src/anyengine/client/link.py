@@ -11,7 +11,7 @@ import anyio
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.waiters import OutputQueue, PendingCall
 from anyengine.errors import CrashReport, Phase
-from anyengine.process.engine_process import EngineProcess
+from anyengine.process.host import EngineHost
 from anyengine.protocol.client_machine import ClientMachine
 from anyengine.protocol.replies import Dead
 from anyengine.types import EngineInfo, Health, HealthState
@@ -30,7 +30,7 @@ class EngineLink:
         self.machine: ClientMachine[Any] = ClientMachine(
             rank=rank, token=self.token, session=secrets.randbits(64), handles=handles
         )
-        self.process: EngineProcess | None = None
+        self.host: EngineHost | None = None
         self.phase: Phase = "launch"
         self.info: EngineInfo | None = None
         self.report: CrashReport | None = None
@@ -94,7 +94,7 @@ class EngineLink:
         return Health(
             state=state or ("alive" if since is None else "unresponsive"),
             rank=self.rank,
-            pid=self.process.pid if self.process is not None else 0,
+            pid=self.host.pid if self.host is not None else 0,
             steps=self._steps,
             last_step_age=None if self._step_seen_at is None else now - self._step_seen_at,
             unresponsive_for=since,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,7 +13,10 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
+from anyengine.client.admission import WhenFull
+from anyengine.client.checks import check_count
 from anyengine.client.engine_client import EngineClient
+from anyengine.client.keeper import EngineKeeper, RestartPolicy
 from anyengine.client.services import (
     ProgressCallback,
     keep_pulse,
@@ -22,18 +26,19 @@ from anyengine.client.services import (
     show_output,
 )
 from anyengine.client.session import EngineSession
-from anyengine.client.supervisor import ShutdownPolicy, StartLimits, Supervisor
+from anyengine.client.supervisor import ShutdownPolicy, StartLimits
 from anyengine.errors import EngineClosedError, EngineDeadError
+from anyengine.process.engine_thread import ThreadLauncher
 from anyengine.process.launcher import ProcessLauncher
 from anyengine.protocol import cbor
 from anyengine.transport.endpoints import Endpoints, TransportName, sweep_directories
 from anyengine.types import EngineSpec
 
 OnDeath = Literal["notify", "cancel"]
+Placement = Literal["process", "thread"]
 
 _START_LIMITS = StartLimits()
 _SHUTDOWN = ShutdownPolicy()
-_LAUNCHER = ProcessLauncher()
 
 FLUSH_LIMIT = 0.5
 """Seconds that the child's last words may take to reach a terminal that does not read."""
@@ -42,29 +47,41 @@ FLUSH_LIMIT = 0.5
 def open_engine_client(
     spec: EngineSpec,
     *,
+    placement: Placement = "process",
     on_death: OnDeath = "notify",
     on_progress: ProgressCallback | None = None,
     start_limits: StartLimits = _START_LIMITS,
     shutdown: ShutdownPolicy = _SHUTDOWN,
-    transport: TransportName = "ipc",
-    launcher: ProcessLauncher = _LAUNCHER,
+    restart: RestartPolicy | None = None,
+    max_requests: int | None = None,
+    when_full: WhenFull = "refuse",
+    transport: Literal["ipc", "tcp"] | None = None,
+    launcher: ProcessLauncher | None = None,
 ) -> EngineClientBlock:
-    """Run an engine in a child process for the length of an ``async with`` block.
+    """Run an engine for the length of an ``async with`` block.
 
     The block is entered when the engine is READY. Leaving it, however that happens, ends the engine and all that it
     started. An error of the block's body comes out bare; if the body ends without one though the engine died and
     nobody was told, ``EngineDeadError`` comes out, so that a crash never goes unseen.
 
     :param spec: which engine
+    :param placement: ``"process"`` runs it in a child process, ``"thread"`` in a thread of this one: it then starts at
+        once and shares this process's memory and devices, but a native crash takes this process along, and leaving the
+        block waits for a step that hangs no longer than ``shutdown.grace``, then warns and leaves it behind
     :param on_death: ``"notify"`` fails whoever waits for the engine; ``"cancel"`` also cancels the body, and the block
         then raises ``EngineDeadError``
     :param on_progress: called in the event loop with a stage and a fraction (0.0 to 1.0, or None) while loading
     :param start_limits: how long the steps of the start may take
     :param shutdown: how the engine is ended
-    :param transport: ``"ipc"`` for sockets in a private directory, ``"tcp"`` for loopback TCP with CURVE keys
-    :param launcher: which interpreter and environment the engine gets
+    :param restart: how often a dead engine is started again; None leaves it dead
+    :param max_requests: live requests that the client may have; None for no limit
+    :param when_full: what becomes of one more: ``"refuse"`` raises ``TooManyRequestsError``, ``"wait"`` has it wait for
+        its turn
+    :param transport: of a child process: ``"ipc"`` (the default) for sockets in a private directory, ``"tcp"`` for
+        loopback TCP with CURVE keys
+    :param launcher: which interpreter and environment a child process gets
     :raises TypeError: if an argument has the wrong type
-    :raises ValueError: if an argument has an impossible value
+    :raises ValueError: if an argument has an impossible value, or two contradict each other
     :raises UnencodableError: if an argument of the engine cannot travel
     :raises EngineStartError: on entering, if the engine dies, is too slow, or is refused before it is READY
     """
@@ -73,20 +90,59 @@ def open_engine_client(
     for name, value, kind in (
         ("start_limits", start_limits, StartLimits),
         ("shutdown", shutdown, ShutdownPolicy),
-        ("launcher", launcher, ProcessLauncher),
+        ("restart", restart, RestartPolicy | None),
+        ("launcher", launcher, ProcessLauncher | None),
     ):
         if not isinstance(value, kind):
-            raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a {kind.__name__}")
-    if on_death not in ("notify", "cancel"):
-        raise ValueError(f"on_death={on_death!r}: expected 'notify' or 'cancel'")
-    if transport not in ("ipc", "tcp"):
-        raise ValueError(f"transport={transport!r}: expected 'ipc' or 'tcp'")
+            expected = kind.__name__ if isinstance(kind, type) else str(kind.__args__[0].__name__)
+            raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a {expected}")
+    _check_choice("placement", placement, "process", "thread")
+    _check_choice("on_death", on_death, "notify", "cancel")
+    _check_choice("when_full", when_full, "refuse", "wait")
+    if max_requests is not None:
+        check_count("max_requests", max_requests)
+    if transport is not None:
+        _check_choice("transport", transport, "ipc", "tcp")
+    if placement == "thread" and (transport is not None or launcher is not None):
+        given = "launcher" if transport is None else "transport"
+        raise ValueError(f"placement='thread' and {given}: a {given} is for an engine in a process")
+    if on_death == "cancel" and restart is not None:
+        raise ValueError("on_death='cancel' ends the block at the first death, after which restart has nothing to do")
     if on_progress is not None and not callable(on_progress):
         raise TypeError(f"on_progress={on_progress!r}: expected a callable of stage and fraction, or None")
     if inspect.iscoroutinefunction(on_progress):
         raise TypeError(f"on_progress={on_progress!r}: expected a function that is not async")
     cbor.pack(spec.arguments, [], path="EngineSpec.arguments")
-    return EngineClientBlock(spec, on_death, on_progress, start_limits, shutdown, transport, launcher)
+    options = _Options(
+        transport="inproc" if placement == "thread" else transport or "ipc",
+        launcher=launcher or ProcessLauncher(),
+        on_death=on_death,
+        on_progress=on_progress,
+        start_limits=start_limits,
+        shutdown=shutdown,
+        restart=restart,
+        max_requests=max_requests,
+        when_full=when_full,
+    )
+    return EngineClientBlock(spec, options)
+
+
+def _check_choice(name: str, value: object, *choices: str) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    transport: TransportName
+    launcher: ProcessLauncher
+    on_death: OnDeath
+    on_progress: ProgressCallback | None
+    start_limits: StartLimits
+    shutdown: ShutdownPolicy
+    restart: RestartPolicy | None
+    max_requests: int | None
+    when_full: WhenFull
 
 
 class EngineClientBlock:
@@ -95,23 +151,9 @@ class EngineClientBlock:
     A class and not a generator: if a loop ends without leaving the block, no generator is finalized in a foreign task.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        on_death: OnDeath,
-        on_progress: ProgressCallback | None,
-        start_limits: StartLimits,
-        shutdown: ShutdownPolicy,
-        transport: TransportName,
-        launcher: ProcessLauncher,
-    ) -> None:
+    def __init__(self, spec: EngineSpec, options: _Options) -> None:
         self._spec = spec
-        self._on_death = on_death
-        self._on_progress = on_progress
-        self._start_limits = start_limits
-        self._shutdown = shutdown
-        self._transport: TransportName = transport
-        self._launcher = launcher
+        self._options = options
         self._entered = False
 
     async def __aenter__(self) -> EngineClient:
@@ -124,9 +166,12 @@ class EngineClientBlock:
         self._entered = True
         await to_thread.run_sync(sweep_directories, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         # Without a thread, though it takes a millisecond: a native cancellation could separate us from the result.
-        self._session = EngineSession(Endpoints(self._transport))
-        self._supervisor = Supervisor(self._session, self._launcher, self._cancel_body)
-        self._session.link.fail = self._supervisor.fail
+        options = self._options
+        endpoints = Endpoints(options.transport)
+        launcher = ThreadLauncher(endpoints.context) if options.transport == "inproc" else options.launcher
+        self._session = EngineSession(endpoints, options.max_requests, options.when_full)
+        self._session.waits_for_restart = options.restart is not None and options.restart.while_down == "wait"
+        self._keeper = EngineKeeper(self._session, launcher, options.start_limits, options.restart, self._cancel_body)
         self._group = anyio.create_task_group()
         self._services_scope = anyio.CancelScope(shield=True)
         self._services_ended: anyio.Event | None = None
@@ -134,9 +179,7 @@ class EngineClientBlock:
         await self._group.__aenter__()
         try:
             services: TaskGroup = await self._group.start(self._serve)
-            await self._supervisor.start(services, self._start_limits)
-            if self._session.link.callback_error is not None:
-                raise self._session.link.callback_error
+            await self._keeper.start(services)
         except BaseException as error:
             await self._close(error)
             raise
@@ -170,7 +213,7 @@ class EngineClientBlock:
         return swallowed
 
     def _cancel_body(self) -> None:
-        if self._on_death == "cancel" and self._body_scope is not None:
+        if self._options.on_death == "cancel" and self._body_scope is not None:
             self._body_scope.cancel()
 
     async def _serve(self, *, task_status: TaskStatus[TaskGroup]) -> None:
@@ -179,7 +222,7 @@ class EngineClientBlock:
         with self._services_scope, self._while_serving():
             async with anyio.create_task_group() as services:
                 services.start_soon(read_pull, self._session)
-                services.start_soon(read_router, self._session, self._spec, self._on_progress)
+                services.start_soon(read_router, self._session, self._spec, self._options.on_progress)
                 services.start_soon(keep_pulse, self._session)
                 services.start_soon(show_output, self._session)
                 task_status.started(services)
@@ -201,7 +244,7 @@ class EngineClientBlock:
         # Nested, because a native cancellation may come into any of these waits: what follows must happen all the same.
         try:
             try:
-                await self._supervisor.stop(self._shutdown)
+                await self._keeper.stop(self._options.shutdown)
                 with anyio.move_on_after(FLUSH_LIMIT, shield=True):
                     await show_new_output(session)
             finally:
@@ -212,8 +255,8 @@ class EngineClientBlock:
         finally:
             try:
                 session.endpoints.close_sockets()
-                if session.link.process is not None:
-                    session.link.process.close()
+                if session.link.host is not None:
+                    session.link.host.close()
                 session.endpoints.close()
             finally:
                 swallowed = await self._leave_group(error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -10,7 +12,7 @@ import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from anyengine.client.waiters import ErrorFactory
-from anyengine.errors import EngineClosedError, RequestError
+from anyengine.errors import EngineClosedError, RequestError, RequestStalledError
 from anyengine.protocol.outputs import OutputDetails
 from anyengine.types import Completion, FinishReason, RequestOutput, SamplingParams
 
@@ -42,6 +44,7 @@ class RequestStream:
         "_released",
         "_sampling",
         "_session",
+        "_stall_limit",
         "_token_ids",
         "_tokens",
         "_whole",
@@ -57,13 +60,15 @@ class RequestStream:
         request_id: str | None,
         *,
         whole: bool,
+        stall_limit: float | None,
     ) -> None:
         self.request_id = request_id
         self._session = session
         self._token_ids = token_ids
         self._embeds = embeds
         self._sampling = sampling
-        self._whole = whole  # only the end of the request wakes the reader
+        self._whole = whole  # the reader wants all of it in one piece
+        self._stall_limit = stall_limit
         self._handle: int | None = None
         self._tokens: list[int] = []
         self._details: list[OutputDetails] = []
@@ -78,7 +83,7 @@ class RequestStream:
     def push_token(self, token: int) -> None:
         """One more token and nothing else."""
         self._tokens.append(token)
-        if self._parked and not self._whole:
+        if self._parked and (not self._whole or self._stall_limit is not None):
             self._unpark()
 
     def keep_token(self, token: int) -> None:
@@ -95,7 +100,7 @@ class RequestStream:
                 self._error = lambda: RequestError(message)
             else:
                 self._details.append(details)
-        if self._parked and (self._finish is not None or not self._whole):
+        if self._parked and (self._finish is not None or not self._whole or self._stall_limit is not None):
             self._unpark()
 
     def _unpark(self) -> None:
@@ -111,6 +116,7 @@ class RequestStream:
         """Nothing more will come: ``error`` follows what is there, unless the request had ended."""
         if self._finish is None:
             self._error = error
+        self._parked = False
         self.wake()
         self.release()
 
@@ -133,6 +139,7 @@ class RequestStream:
         if self._handle is not None:
             raise EngineClosedError("a request can be sent once; call open_request again")
         await checkpoint_if_cancelled()
+        await self._session.admit()
         self._handle, trackers = self._session.register(
             self, self._token_ids, self._embeds, self._sampling, self.request_id
         )
@@ -159,6 +166,7 @@ class RequestStream:
         aborted = self._session.abort_stream(self._handle)
         if self._error is None and self._finish is None:
             self._error = lambda: EngineClosedError(f"request {self.request_id}: its block was left")
+            self._parked = False
             self.wake()
         if aborted:
             self._released = anyio.Event()
@@ -180,11 +188,21 @@ class RequestStream:
             self._arrival = anyio.Event()
             self._parked = True
             try:
-                await self._arrival.wait()
+                with anyio.move_on_after(self._stall_limit) if self._stall_limit is not None else nullcontext():
+                    await self._arrival.wait()
+                if self._parked:
+                    self._error = self._stalled
             finally:
                 self._arrival = None
                 self._parked = False
         return self._take()
+
+    def _stalled(self) -> RequestStalledError:
+        health = self._session.link.health(self._stall_limit or math.inf, None)
+        return RequestStalledError(
+            f"request {self.request_id}: nothing came of it for {self._stall_limit} s, its stall_limit; the engine is "
+            f"{health.state}, {health.steps} steps made"
+        )
 
     def _ready(self) -> bool:
         if self._whole:

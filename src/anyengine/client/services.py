@@ -101,6 +101,8 @@ def _refuse(session: EngineSession, error: ProtocolError) -> None:
     if isinstance(error, MessageLostError):
         session.link.fail(str(error))
         return
+    if session.link.machine.state is ClientState.DEAD:
+        return  # the rest of what the engine sent, which came too late
     session.refused_messages += 1
     # Whoever floods the socket with garbage does not flood the log with it: 1, 2, 4, 8, ...
     if session.refused_messages & (session.refused_messages - 1) == 0:
@@ -161,9 +163,9 @@ def _handshake(
 
 async def keep_pulse(session: EngineSession) -> None:
     """Ask for a sign of life now and then, and note what the answers say."""
-    link = session.link
     while True:
         await anyio.sleep(PULSE)
+        link = session.link
         drained = not read_outputs(session)
         if not drained:
             session.endpoints.pull.wake()
@@ -188,10 +190,12 @@ async def show_output(session: EngineSession) -> None:
 
 async def show_new_output(session: EngineSession) -> None:
     """Pass on what is there now."""
-    process = session.link.process
+    host = session.link.host
+    if host is None or host.output is None:
+        return
     # Whoever closes waits for what another task is passing on at that moment.
     async with session.showing:
-        while process is not None and (text := process.output.read_new()):
+        while text := host.output.read_new():
             await to_thread.run_sync(_write, text, abandon_on_cancel=True, limiter=session.limiter)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import anyio
 import zmq
 
+from anyengine.client.admission import Admission, WhenFull
 from anyengine.client.link import EngineLink
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.waiters import ErrorFactory, OutputQueue
@@ -31,10 +32,12 @@ wait for two; the tokens that come meanwhile are read together."""
 class EngineSession:
     """One client's engine, from the start of its process to its end."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, max_requests: int | None, when_full: WhenFull) -> None:
         self.endpoints = endpoints
-        self.link: EngineLink = EngineLink(0, itertools.count(), time.monotonic)
+        self._handles = itertools.count()  # of all lives, so that a handle names one request
+        self.link: EngineLink = EngineLink(0, self._handles, time.monotonic)
         self.queue: OutputQueue = OutputQueue()
+        self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
         # Not the loop's own limiter: what the application does in threads must not keep an engine from being ended.
         self.limiter: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
         self.showing: anyio.Lock = anyio.Lock()
@@ -42,6 +45,9 @@ class EngineSession:
         self.closing = False
         self.closed = False
         self.death_told: bool = False
+        self.last_report: CrashReport | None = None  # of the last death, which a restart may have followed
+        self.restarted: anyio.Event | None = None  # while a dead engine is started again; set when that has an end
+        self.waits_for_restart = False
         self.refused_messages = 0
         self.unparked: deque[RequestStream] = deque()
         self._handles_by_id: dict[str, int] = {}
@@ -54,7 +60,7 @@ class EngineSession:
 
     def told(self, error: E) -> E:
         """``error`` itself; remembers that somebody was told of the engine's death."""
-        if isinstance(error, EngineDeadError):
+        if isinstance(error, EngineDeadError) and error.report is self.link.report:
             self.death_told = True
         return error
 
@@ -72,11 +78,12 @@ class EngineSession:
         :raises EngineClosedError: if the client is closed first
         """
         pause = 0.0002
+        ended = self.link.ended
         while not all(tracker.done for tracker in trackers):
             # pyzmq reports it to a thread of its own, which cannot wake a task; at most a few milliseconds are lost.
             with anyio.move_on_after(pause):
-                await self.link.ended.wait()
-            if self.link.ended.is_set():
+                await ended.wait()
+            if ended.is_set():
                 raise self.told(self.ending_error())
             pause = min(pause * 2, 0.002)
 
@@ -84,8 +91,40 @@ class EngineSession:
         """:raises EngineClosedError: if the client is closed, EngineDeadError if its engine is dead"""
         if self.closing:
             raise EngineClosedError("the client is closed: its block was left, or is being left")
-        if self.link.report is not None:
-            raise self.told(EngineDeadError(self.link.report))
+        if self.restarted is not None and self.waits_for_restart:
+            return
+        report = self.link.report if self.restarted is None else self.last_report
+        if report is not None:
+            raise self.told(EngineDeadError(report))
+
+    async def admit(self) -> None:
+        """Return when the engine takes one more request, which must then be registered without a checkpoint between.
+
+        :raises TooManyRequestsError: if it does not, and the request is not to wait
+        :raises EngineClosedError: if the client is closed, before or meanwhile
+        :raises EngineDeadError: if the engine is dead, or stays dead
+        """
+        while True:
+            await self.available()
+            try:
+                await self.admission.enter()
+            except EngineDeadError as error:
+                if self.restarted is None or not self.waits_for_restart:
+                    raise self.told(error) from None
+            else:
+                if self.restarted is None:
+                    return
+
+    async def available(self) -> None:
+        """Return when the engine takes calls: at once, or after a restart that is under way.
+
+        :raises EngineClosedError: if the client is closed, before or meanwhile
+        :raises EngineDeadError: if the engine is dead, or stays dead
+        """
+        self.check_open()
+        while self.restarted is not None:
+            await self.restarted.wait()
+            self.check_open()
 
     def check_free(self, request_id: str | None) -> None:
         """:raises RequestError: if a live request has this id"""
@@ -94,9 +133,9 @@ class EngineSession:
 
     def ending_error(self) -> EngineError:
         """A fresh error for somebody who waited for the end."""
-        if self.closing or self.link.report is None:
+        if self.closing or self.last_report is None:
             return EngineClosedError("the client was closed")
-        return EngineDeadError(self.link.report)
+        return EngineDeadError(self.last_report)
 
     def register(
         self,
@@ -126,6 +165,7 @@ class EngineSession:
             for handle in handles:
                 self._forget_id(handle)
             self.send(frames)
+            self.admission.update()
 
     def abort_added(self, handles: Iterable[int]) -> None:
         """Abort those of these requests that ``add_request`` made, and forget what is queued of them."""
@@ -199,6 +239,7 @@ class EngineSession:
 
     def wake_readers(self) -> bool:
         """Wake some of those whose streams brought something; whether there are more to wake in the next turn."""
+        self.admission.update()
         unparked = self.unparked
         for _ in range(min(WAKE_AT_ONCE, len(unparked))):
             unparked.popleft().wake()
@@ -212,8 +253,11 @@ class EngineSession:
     def close_waiters(self, error: ErrorFactory) -> None:
         """Everybody who waits for the engine gets a fresh ``error``, after what came before it."""
         requests, aborting, calls = self.link.machine.died()
-        for owner in (*requests, *aborting, *calls, self.queue):
-            owner.close(error)
+        for owner in (*requests, *aborting, *calls):
+            if owner is not self.queue:
+                owner.close(error)
+        self.queue.close(error, owed=self.queue in requests)
+        self.admission.dismiss(error)
         while self.wake_readers():
             pass  # those whose requests had ended before
         self._handles_by_id.clear()
@@ -222,7 +266,16 @@ class EngineSession:
 
     def report_death(self, report: CrashReport) -> None:
         """The engine is dead: everybody is told."""
-        self.link.report = report
+        self.link.report = self.last_report = report
         self.close_waiters(lambda: EngineDeadError(report))
         for event in (self.link.greeted, self.link.ready, self.link.ended):
             event.set()
+
+    def renew(self) -> None:
+        """Begin the engine's next life. What is known of the engine stays, until it says it anew."""
+        info = self.link.info
+        self.link = EngineLink(self.link.rank, self._handles, time.monotonic)
+        self.link.info = info
+        self.ending = False
+        self.death_told = False
+        self.queue.reopen()

@@ -17,8 +17,7 @@ from anyengine.client.checks import check_seconds
 from anyengine.client.services import LAST_READ_SLICE, read_outputs
 from anyengine.client.session import EngineSession
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
-from anyengine.process.engine_process import EngineProcess
-from anyengine.process.launcher import ProcessLauncher
+from anyengine.process.host import EngineHost, Launcher
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_events import ClientState
 
@@ -85,13 +84,14 @@ class ShutdownPolicy:
 
 
 class Supervisor:
-    """Owns one engine's process from :meth:`start` to :meth:`stop`."""
+    """Owns one life of an engine from :meth:`start` to :meth:`stop`; ``finished`` is set when nothing of it is left."""
 
-    def __init__(self, session: EngineSession, launcher: ProcessLauncher, on_death: Callable[[], None]) -> None:
+    def __init__(self, session: EngineSession, launcher: Launcher, on_death: Callable[[], None]) -> None:
         self._session = session
         self._link = session.link
         self._launcher = launcher
         self._on_death = on_death
+        self.finished: anyio.Event = anyio.Event()
         self._launching = threading.Lock()
         self._stopping = False
         self._forced = False
@@ -102,19 +102,19 @@ class Supervisor:
         :raises EngineStartError: if it dies, is too slow, or is refused
         """
         link = self._link
-        process = await self._launch()
+        host = await self._launch()
         link.phase = "hello"
-        group.start_soon(self._watch, process)
+        group.start_soon(self._watch, host)
         await self._await_step(link.greeted, limits.hello, "HELLO", "start_limits.hello")
         await self._await_step(link.ready, limits.silence, "READY or progress report", "start_limits.silence")
         link.phase = "serve"
 
-    async def _launch(self) -> EngineProcess:
+    async def _launch(self) -> EngineHost:
         endpoints = self._session.endpoints
         bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys, [])
         try:
             with anyio.CancelScope(shield=True):
-                process = await to_thread.run_sync(self._launch_in_thread, bootstrap, limiter=self._session.limiter)
+                host = await to_thread.run_sync(self._launch_in_thread, bootstrap, limiter=self._session.limiter)
         except OSError as error:
             report = CrashReport(
                 rank=self._link.rank,
@@ -122,22 +122,24 @@ class Supervisor:
                 phase="launch",
                 exception_type=type(error).__name__,
                 exception_message=str(error),
-                reason=f"{self._launcher.python} could not be started",
+                reason=f"{self._launcher.description} could not be started",
             )
+            self._session.report_death(report)
+            self.finished.set()
             raise EngineStartError(report) from error
         # A shielded scope that nobody cancels swallows nothing.
-        return process  # pyright: ignore[reportPossiblyUnboundVariable]
+        return host  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def _launch_in_thread(self, bootstrap: Bootstrap) -> EngineProcess:
-        process = self._launcher.start(bootstrap)
+    def _launch_in_thread(self, bootstrap: Bootstrap) -> EngineHost:
+        host = self._launcher.start(bootstrap)
         # A native cancellation may have ended the wait for this thread: a process that nobody knows of must not stay.
         with self._launching:
             if not self._stopping:
-                self._link.process = process
-                return process
-        process.kill_group()
-        process.reap()
-        process.close()
+                self._link.host = host
+                return host
+        host.kill()
+        host.reap()
+        host.close()
         raise EngineClosedError("the start was cancelled")
 
     async def _await_step(self, step: anyio.Event, limit: float | None, what: str, setting: str) -> None:
@@ -155,38 +157,39 @@ class Supervisor:
 
     def fail(self, reason: str) -> None:
         """End the engine because of something that this side found; its waiters learn ``reason``."""
-        if self._link.fault is None and self._link.report is None and self._link.process is not None:
+        if self._link.fault is None and self._link.report is None and self._link.host is not None:
             self._link.fault = reason
-            self._link.process.kill_group()
+            self._link.host.kill()
             self._link.announced.set()
 
-    async def _watch(self, process: EngineProcess) -> None:
-        """Wait for the end of the process, then for the last outputs, then tell everybody."""
+    async def _watch(self, host: EngineHost) -> None:
+        """Wait for the end of the engine, then for the last outputs, then tell everybody."""
         async with anyio.create_task_group() as ending:
-            ending.start_soon(self._end_of, process, ending.cancel_scope)
+            ending.start_soon(self._end_of, host, ending.cancel_scope)
             await self._link.announced.wait()
             # The engine said that it dies, or was killed; its exit status follows, unless something holds the process.
             serving = self._link.machine.state is ClientState.SERVING and self._link.fault is None
             await anyio.sleep(LAST_OUTPUTS_LIMIT if serving else STATUS_LIMIT)
-            self._conclude(process)
-            process.kill_group()
+            self._conclude(host)
+            host.kill()
             await anyio.sleep_forever()
 
-    async def _end_of(self, process: EngineProcess, scope: anyio.CancelScope) -> None:
-        await process.wait()
-        await self._await_last_outputs()
-        process.kill_group()
-        process.reap()
-        self._conclude(process)
+    async def _end_of(self, host: EngineHost, scope: anyio.CancelScope) -> None:
+        await host.wait()
+        await self._await_last_outputs(host)
+        host.kill()
+        host.reap()
+        self._conclude(host)
+        self.finished.set()
         scope.cancel()
 
-    async def _await_last_outputs(self) -> None:
+    async def _await_last_outputs(self, host: EngineHost) -> None:
         """Read what the engine sent before it died; the end of its connection says that this is all."""
         session = self._session
         if self._link.machine.state not in (ClientState.SERVING, ClientState.CLOSING):
             return
         disconnections = session.endpoints.disconnections
-        with anyio.move_on_after(LAST_OUTPUTS_LIMIT):
+        with anyio.move_on_after(0 if host.sends_at_once else LAST_OUTPUTS_LIMIT):
             while disconnections.receive_nowait() is None:
                 await disconnections.wait_readable()
         # Readers are not woken between the slices: they get all of it, and the error behind it, in one go.
@@ -194,11 +197,11 @@ class Supervisor:
         while read_outputs(session, LAST_READ_SLICE):
             await checkpoint()
 
-    def _conclude(self, process: EngineProcess) -> None:
+    def _conclude(self, host: EngineHost) -> None:
         session, link = self._session, self._link
         if link.ended.is_set():
             return
-        report = process.report(rank=link.rank, phase=link.phase, reason=link.fault)
+        report = host.report(rank=link.rank, phase=link.phase, reason=link.fault)
         if link.death_message is not None:
             report = link.death_message.amend(report)
         crashed = report.exit_code != 0 and not self._forced and bool(link.machine.requests)
@@ -213,51 +216,61 @@ class Supervisor:
         """End the engine and all that it started, politely first. Shielded and bounded; a second interrupt kills."""
         with self._launching:
             self._stopping = True
-            process = self._link.process
-        if process is None:
+            host = self._link.host
+        if host is None:
             return
         try:
             with anyio.CancelScope(shield=True):
-                await self._stop_politely(process, policy)
-                await self._kill(process)
+                await self._stop_politely(host, policy)
+                await self._kill(host)
         except BaseException:
             # Ctrl-C or a native cancellation in the middle of the ladder: somebody is in a hurry.
-            process.kill_group()
-            process.reap()
+            host.kill()
+            host.reap()
             raise
 
-    async def _stop_politely(self, process: EngineProcess, policy: ShutdownPolicy) -> None:
+    async def _stop_politely(self, host: EngineHost, policy: ShutdownPolicy) -> None:
         session, link = self._session, self._link
         if link.machine.state is ClientState.SERVING and link.fault is None:
             session.send(link.machine.shutdown(policy.mode))
             if policy.mode == "drain":
-                await self._ends_within(process, policy.drain_limit)
+                await self._ends_within(host, policy.drain_limit)
                 session.abort(list(link.machine.requests))
-            if await self._ends_within(process, policy.grace):
+            if await self._ends_within(host, policy.grace):
+                return
+            if not host.can_be_killed:
+                logger.warning(
+                    "engine %d has not ended %s s after SHUTDOWN, and a thread cannot be killed: it goes on in the "
+                    "background until its step returns",
+                    link.rank,
+                    policy.grace,
+                )
                 return
             logger.warning("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
-        if link.report is None and not process.has_ended():
+        if link.report is None and host.can_be_killed and not host.has_ended():
             self._forced = True
-            process.terminate()
-            if not await self._ends_within(process, policy.terminate):
+            host.terminate()
+            if not await self._ends_within(host, policy.terminate):
                 logger.warning("engine %d ignores SIGTERM for %s s; killing it", link.rank, policy.terminate)
 
-    async def _ends_within(self, process: EngineProcess, limit: float) -> bool:
+    async def _ends_within(self, host: EngineHost, limit: float) -> bool:
         """Whether the process ends within ``limit`` seconds; the watch then still reads its last outputs."""
         with anyio.move_on_after(limit):
-            while not process.has_ended():
+            while not host.has_ended():
                 # Looking as well as waiting: should the services have crashed, nobody watches any more.
                 with anyio.move_on_after(LOOK):
                     await (anyio.sleep(LOOK) if self._link.ended.is_set() else self._link.ended.wait())
             with anyio.move_on_after(WATCH_LIMIT):
                 await self._link.ended.wait()
-        return process.has_ended()
+        return host.has_ended()
 
-    async def _kill(self, process: EngineProcess) -> None:
+    async def _kill(self, host: EngineHost) -> None:
+        if not host.can_be_killed:
+            return
         self._forced = True
-        process.kill_group()
-        await self._ends_within(process, GONE_LIMIT)
-        process.reap()
-        gone = await to_thread.run_sync(process.group_is_gone, GONE_LIMIT, limiter=self._session.limiter)
+        host.kill()
+        await self._ends_within(host, GONE_LIMIT)
+        host.reap()
+        gone = await to_thread.run_sync(host.is_gone, GONE_LIMIT, limiter=self._session.limiter)
         if not gone:
             logger.warning("processes of engine %d's group outlive SIGKILL", self._link.rank)

@@ -76,37 +76,52 @@ class OutputQueue:
 
     def __init__(self) -> None:
         self._steps: deque[StepOutputs] = deque()
+        self._later: deque[StepOutputs] = deque()  # of the engine's next life: they follow the error
         self._error: ErrorFactory | None = None
+        self._told = False
+        self._reopened = False
         self._arrival: anyio.Event | None = None
         self._unchecked = 0
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._steps) + len(self._later)
 
     def push(self, outputs: StepOutputs) -> None:
         """Append a step."""
-        self._steps.append(outputs)
+        (self._later if self._reopened else self._steps).append(outputs)
         if self._arrival is not None:
             self._arrival.set()
 
     def drop(self, handles: Iterable[int]) -> None:
         """Forget what is queued of these requests, which their owner aborted."""
         gone = set(handles)
-        kept: deque[StepOutputs] = deque()
-        for step in self._steps:
-            rows = [handle not in gone for handle in step.handles]
-            if all(rows):
-                kept.append(step)
-            elif any(rows):
-                kept.append(step.select(rows))
-        self._steps = kept
+        self._steps = without_rows(gone, self._steps)
+        self._later = without_rows(gone, self._later)
 
-    def close(self, error: ErrorFactory) -> None:
-        """What is queued can still be read; then comes ``error``, for every call."""
-        if self._error is None:
-            self._error = error
+    def close(self, error: ErrorFactory, *, owed: bool) -> None:
+        """What is queued can still be read; then comes ``error``, for every call.
+
+        It is ``owed`` if requests end by it: then it comes even if the queue is opened again before anybody looks.
+        """
+        if self._error is None or self._reopened:
+            self._steps += self._later
+            self._later.clear()
+            self._told = not (owed or self._reopened)
+            self._error, self._reopened = error, False
             if self._arrival is not None:
                 self._arrival.set()
+
+    def reopen(self) -> None:
+        """The engine lives again: new steps come, after the error of its death if that is still owed."""
+        if self._error is not None and self._told:
+            self._begin_anew()
+        else:
+            self._reopened = self._error is not None
+
+    def _begin_anew(self) -> None:
+        self._steps += self._later
+        self._later.clear()
+        self._error, self._reopened = None, False
 
     async def get(self) -> StepOutputs:
         """The next step.
@@ -126,12 +141,33 @@ class OutputQueue:
             raise anyio.BusyResourceError("reading outputs from")
         await checkpoint_if_cancelled()
         while not self._steps:
-            if self._error is not None:
+            if (error := self._error) is not None:
                 await checkpoint()
-                raise self._error()
+                self._told = True
+                if self._reopened:
+                    self._begin_anew()
+                raise error()
             self._arrival = anyio.Event()
             try:
                 await self._arrival.wait()
             finally:
                 self._arrival = None
         return self._steps.popleft()
+
+    def get_outputs_nowait(self) -> list[StepOutputs]:
+        """The steps that have come already, without waiting; perhaps none."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+
+def without_rows(gone: set[int], steps: Iterable[StepOutputs]) -> deque[StepOutputs]:
+    """``steps`` without the rows of the requests ``gone``, and without steps of which nothing is left."""
+    kept: deque[StepOutputs] = deque()
+    for step in steps:
+        rows = [handle not in gone for handle in step.handles]
+        if all(rows):
+            kept.append(step)
+        elif any(rows):
+            kept.append(step.select(rows))
+    return kept

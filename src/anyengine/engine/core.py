@@ -17,6 +17,7 @@ __all__ = [
     "OutputDetails",
     "ProgressReporter",
     "StepOutputs",
+    "can_sleep",
     "from_rows",
     "utilities_of",
     "utility",
@@ -74,7 +75,10 @@ class EngineCore(abc.ABC):
 
     @abc.abstractmethod
     def abort_requests(self, handles: Sequence[int]) -> None:
-        """Drop these requests and free what they hold; no output is wanted. Unknown handles are ignored."""
+        """Drop these requests and free what they hold; no output is wanted. Unknown handles are ignored.
+
+        It may come while the engine sleeps.
+        """
 
     @abc.abstractmethod
     def has_work(self) -> bool:
@@ -85,6 +89,25 @@ class EngineCore(abc.ABC):
         """Make one step. The last row of a request has a finish reason; None is a step without any output.
 
         Arrays in the result must not be changed afterwards.
+        """
+
+    def sleep(self, level: int) -> None:  # noqa: B027 - an engine that cannot sleep does not override it
+        """Give the accelerator's memory back: the KV cache, and the weights by moving them (1) or dropping them (2).
+
+        It comes between two steps, when the engine is awake, and no step is made until everything is awake again.
+        Requests may be there; they go on then, so what the cache held of them has to be computed anew. An engine can
+        sleep if it overrides this and :meth:`wake_up`, and then has the utilities ``sleep``, ``wake_up`` and
+        ``is_sleeping``, with pausing and level 0 done by the caller.
+
+        :param level: 1 or 2
+        :raises Exception: if it cannot; :meth:`wake_up` is then to bring back what sleeps all the same
+        """
+
+    def wake_up(self, tags: Sequence[str]) -> None:  # noqa: B027 - an engine that cannot sleep does not override it
+        """Bring back what sleeps.
+
+        :param tags: ``"weights"``, ``"kv_cache"`` or both, in this order: only what was put to sleep and is not back
+        :raises Exception: if it cannot; it is then asked for the same again
         """
 
     def statistics(self) -> Mapping[str, float]:
@@ -140,6 +163,18 @@ def utility(method: Callable[P, R]) -> Callable[P, R]:
     return method
 
 
-def utilities_of(engine: type[EngineCore]) -> list[str]:
-    """The names of an engine's utilities, in alphabetical order."""
-    return sorted(name for name in dir(engine) if getattr(getattr(engine, name, None), _MARK, False))
+def utilities_of(owner: type) -> list[str]:
+    """The names of the methods of a class that are marked as utilities, in alphabetical order."""
+    return sorted(name for name in dir(owner) if getattr(getattr(owner, name, None), _MARK, False))
+
+
+def can_sleep(engine: type[EngineCore]) -> bool:
+    """Whether an engine overrides both :meth:`EngineCore.sleep` and :meth:`EngineCore.wake_up`.
+
+    :raises TypeError: if it overrides one of them alone
+    """
+    sleeps, wakes = engine.sleep is not EngineCore.sleep, engine.wake_up is not EngineCore.wake_up
+    if sleeps != wakes:
+        has, lacks = ("sleep", "wake_up") if sleeps else ("wake_up", "sleep")
+        raise TypeError(f"{engine.__name__} overrides {has} but not {lacks}: an engine that can sleep has both")
+    return sleeps

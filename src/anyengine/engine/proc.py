@@ -5,7 +5,6 @@ ZeroMQ's own I/O threads do the I/O, so there are no queues, locks or Python thr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import logging
@@ -17,7 +16,8 @@ from typing import Any
 import zmq
 
 from anyengine import frames
-from anyengine.engine.core import Deferred, EngineCore, EngineRequest, utilities_of
+from anyengine.engine.control import SchedulerControl, SchedulerState
+from anyengine.engine.core import Deferred, EngineCore, EngineRequest
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.errors import ProtocolError, RequestError, UnencodableError
 from anyengine.protocol import engine_machine as machine
@@ -52,20 +52,25 @@ class EngineCoreProc:
 
     :param bootstrap: how the client is reached
     :param context: the ZeroMQ context to use; it stays open
+    :param stay_awake: seconds for which an engine without work looks for messages before it sleeps; 0 where that would
+        keep other threads of the process from running
     """
 
-    def __init__(self, bootstrap: Bootstrap, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self, bootstrap: Bootstrap, context: zmq.Context[zmq.Socket[bytes]], *, stay_awake: float = STAY_AWAKE
+    ) -> None:
         self._bootstrap = bootstrap
         self._context = context
         self._protocol = machine.EngineMachine(rank=bootstrap.rank, token=bootstrap.token)
         self._dealer = self._socket(zmq.DEALER, linger=0)
         self._push: zmq.Socket[bytes] | None = None
-        self._core: EngineCore | None = None
-        self._utilities: frozenset[str] = frozenset()
         self._steps = 0
         self._stats_sent_at = 0.0
         self._stats_due = False
+        self._stats_were_empty = True
+        self._state_told = SchedulerState.RUNNING
         self._look_at = 0.0
+        self._stay_awake = stay_awake
         self._ending: ShutdownMode | None = None
 
     def run(self) -> None:
@@ -76,11 +81,11 @@ class EngineCoreProc:
         self._dealer.setsockopt(zmq.IDENTITY, self._bootstrap.rank.to_bytes(2, "little"))
         self._dealer.connect(self._bootstrap.address)
         self._dealer.send_multipart(self._protocol.hello(os.getpid()))
-        core = self._core = self._load(self._await_init())
+        control = self._load(self._await_init())
         try:
-            self._serve(core)
+            self._serve(control)
         finally:
-            core.shutdown()
+            control.core.shutdown()
         self.close()
 
     def close(self) -> None:
@@ -115,7 +120,7 @@ class EngineCoreProc:
             if isinstance(event, machine.InitReceived):
                 return event
 
-    def _load(self, init: machine.InitReceived) -> EngineCore:
+    def _load(self, init: machine.InitReceived) -> SchedulerControl:
         self._push = self._socket(zmq.PUSH, linger=GOODBYE_LINGER)
         self._push.connect(init.output_address)
         module, _, name = init.path.partition(":")
@@ -124,34 +129,35 @@ class EngineCoreProc:
             raise TypeError(f"{init.path} is not a subclass of anyengine.engine.EngineCore")
         core = engine_class(**init.arguments)
         core.load(self._report_progress)
-        names = utilities_of(engine_class)
-        self._utilities = frozenset(names)
-        info = dataclasses.replace(core.describe(), utilities=names)
-        self._dealer.send_multipart(self._protocol.ready(info))
-        return core
+        control = SchedulerControl(
+            core, live=self._protocol.live, release=self._release, refuse=self._refuse, can_wait=True
+        )
+        self._dealer.send_multipart(self._protocol.ready(control.info))
+        return control
 
     def _report_progress(self, stage: str, fraction: float | None = None) -> None:
         self._dealer.send_multipart(self._protocol.progress(stage, fraction))
 
     # ---- serving ----
 
-    def _serve(self, core: EngineCore) -> None:
+    def _serve(self, control: SchedulerControl) -> None:
         while self._ending is None:
-            if core.has_work():
-                self._work(core)
+            if control.has_work():
+                self._work(control)
                 continue
-            if self._stats_due:
-                self._send_stats(core)
-            self._receive(core, wait=True)
+            if self._stats_due or control.state is not self._state_told:
+                self._send_stats(control)
+            self._receive(control, wait=True)
         if self._ending == "drain":
-            while self._protocol.live and core.has_work():
-                self._work(core)
-        self._abort(core, list(self._protocol.live))
+            # A paused engine has no work: what it holds and keeps is aborted.
+            while self._protocol.live and control.has_work():
+                self._work(control)
+        control.abort_requests(list(self._protocol.live))
 
-    def _receive(self, core: EngineCore, *, wait: bool = False) -> None:
+    def _receive(self, control: SchedulerControl, *, wait: bool = False) -> None:
         """Take in all that has come; with ``wait``, at least one message."""
         if wait:
-            sleep_at = time.perf_counter() + STAY_AWAKE
+            sleep_at = time.perf_counter() + self._stay_awake
             while not frames.has_input(self._dealer) and time.perf_counter() < sleep_at:
                 pass
         while wait or frames.has_input(self._dealer):
@@ -165,9 +171,9 @@ class EngineCoreProc:
                 logger.warning("engine %d ignored a message: %s", self._bootstrap.rank, error)
                 continue
             if event is not None:
-                self._handle(core, event)
+                self._handle(control, event)
 
-    def _handle(self, core: EngineCore, event: machine.Event) -> None:
+    def _handle(self, control: SchedulerControl, event: machine.Event) -> None:
         protocol = self._protocol
         match event:
             case machine.RequestReceived(message):
@@ -177,20 +183,17 @@ class EngineCoreProc:
                     prompt_embeds=message.prompt_embeds,
                     sampling=message.sampling,
                 )
+                self._stats_due = True
                 try:
-                    core.add_request(request)
-                except RequestError as error:
-                    self._send(protocol.refuse(self._steps, message.handle, message_of(error)))
+                    control.add_request(request)
                 except Exception as error:
-                    kind, problem, text = describe_failure(error)
-                    logger.warning("request %d failed in add_request:\n%s", message.handle, text)
-                    self._send(protocol.refuse(self._steps, message.handle, f"{kind}: {problem}"))
+                    self._refuse(message.handle, error)
             case machine.RequestMalformed(handle, problem):
                 self._send(protocol.refuse(self._steps, handle, problem))
             case machine.AbortReceived(handles):
-                self._abort(core, handles)
+                control.abort_requests(handles)
             case machine.CallReceived(call_id, method, args):
-                self._call(core, call_id, method, args)
+                self._call(control, call_id, method, args)
             case machine.CallMalformed(call_id, problem):
                 self._send(protocol.answer(call_id, None, ("ProtocolError", problem, None)))
             case machine.PingReceived():
@@ -204,22 +207,28 @@ class EngineCoreProc:
         assert self._push is not None
         frames.send_copied(self._push, message)
 
-    def _abort(self, core: EngineCore, handles: Sequence[int]) -> None:
-        if handles:
-            self._stats_due = True
-            core.abort_requests(handles)
-            self._send(self._protocol.release(self._steps, handles))
+    def _release(self, handles: Sequence[int]) -> None:
+        self._stats_due = True
+        self._send(self._protocol.release(self._steps, handles))
 
-    def _call(self, core: EngineCore, call_id: int, method: str, args: Sequence[Any]) -> None:
+    def _refuse(self, handle: int, error: Exception) -> None:
+        if isinstance(error, RequestError):
+            problem = message_of(error)
+        else:
+            kind, message, text = describe_failure(error)
+            logger.warning("request %d failed in add_request:\n%s", handle, text)
+            problem = f"{kind}: {message}"
+        self._send(self._protocol.refuse(self._steps, handle, problem))
+
+    def _call(self, control: SchedulerControl, call_id: int, method: str, args: Sequence[Any]) -> None:
         answer = functools.partial(self._answer, call_id)
-        if method not in self._utilities:
-            answer(None, LookupError(f"this engine has no utility {method!r}"))
-            return
         try:
-            value = getattr(core, method)(*args)
+            value = control.call(method, args)
         except Terminated:
             raise
         except (Exception, SystemExit) as error:  # sys.exit() in a utility is that call's failure
+            if control.broken:
+                raise
             answer(None, error)
             return
         if isinstance(value, Deferred):
@@ -238,27 +247,27 @@ class EngineCoreProc:
             failure = describe_failure(error)
         self._send(self._protocol.answer(call_id, None, failure))
 
-    def _work(self, core: EngineCore) -> None:
-        self._step(core)
+    def _work(self, control: SchedulerControl) -> None:
+        self._step(control)
         now = time.monotonic()
         if now >= self._look_at:
-            self._receive(core)
+            self._receive(control)
             self._look_at = now + LOOK_INTERVAL
         if now - self._stats_sent_at >= STATS_INTERVAL:
-            self._send_stats(core)
+            self._send_stats(control)
 
-    def _step(self, core: EngineCore) -> None:
-        outputs = core.step()
+    def _step(self, control: SchedulerControl) -> None:
+        outputs = control.step()
         self._steps += 1
         if outputs is not None and len(outputs):
             try:
                 message = self._protocol.outputs(self._steps, outputs)
             except UnencodableError:
-                message = self._protocol.outputs(self._steps, self._replace_unencodable(core, outputs))
+                message = self._protocol.outputs(self._steps, self._replace_unencodable(control, outputs))
             self._send(message)
         self._stats_due = True
 
-    def _replace_unencodable(self, core: EngineCore, outputs: StepOutputs) -> StepOutputs:
+    def _replace_unencodable(self, control: SchedulerControl, outputs: StepOutputs) -> StepOutputs:
         """End the requests whose details cannot travel, so that the step's other rows can."""
         details = dict(outputs.details)
         for row, more in outputs.details.items():
@@ -266,15 +275,17 @@ class EngineCoreProc:
                 encode_details(more, [], f"outputs[{row}]")
             except UnencodableError as error:
                 if more.finish_reason is None:
-                    core.abort_requests([outputs.handles[row]])
+                    control.core.abort_requests([outputs.handles[row]])
                 details[row] = OutputDetails(finish_reason="error", error=str(error))
         return StepOutputs(outputs.handles, outputs.token_ids, outputs.counts, details)
 
-    def _send_stats(self, core: EngineCore) -> None:
+    def _send_stats(self, control: SchedulerControl) -> None:
         self._stats_due = False
         self._stats_sent_at = time.monotonic()
-        figures = core.statistics()
-        if figures:
+        self._state_told = control.state
+        figures = control.statistics()
+        if figures or not self._stats_were_empty:  # empty figures take back those of before
+            self._stats_were_empty = not figures
             try:
                 self._send(self._protocol.stats(figures))
             except UnencodableError as error:

@@ -18,6 +18,7 @@ class FaultUtilities(EngineCore):
     """An engine that fails on demand; its :meth:`step` begins with :meth:`_strike`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._frozen: tuple[float, bool] | None = None
         self._error_in_step: str | None = None
         self._grandchildren: list[subprocess.Popen[bytes]] = []

@@ -1,7 +1,7 @@
 """A deterministic engine without a model, for tests and benchmarks. It starts in a fraction of a second.
 
 It counts: the tokens of a request are those that follow its prompt's last token, modulo the vocabulary. Or it plays a
-script. Its utilities produce every fault that a real engine can have.
+script. Its utilities produce every fault that a real engine can have, and it has all the common ones.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from anyengine.engine.core import (
     utility,
 )
 from anyengine.engines.faults import FaultUtilities
+from anyengine.engines.recorder import RecordingUtilities
 from anyengine.errors import RequestError
 from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
 
@@ -41,7 +42,7 @@ class _Running:
     logprobs: int | None
 
 
-class ScriptedEngine(FaultUtilities):
+class ScriptedEngine(FaultUtilities, RecordingUtilities):
     """Counts up from each prompt, or plays ``script``, one token per request and step.
 
     :param step_delay: seconds that each step takes
@@ -144,6 +145,7 @@ class ScriptedEngine(FaultUtilities):
 
     def step(self) -> StepOutputs | None:
         """One token for every running request."""
+        self._check_awake()
         self._strike()
         if self._flood is not None:
             outputs = self._flood.step()

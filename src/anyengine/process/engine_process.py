@@ -30,6 +30,9 @@ REAP_LIMIT = 0.5
 class EngineProcess:
     """A running child. Its end is known from the pidfd, then believed from its exit status."""
 
+    can_be_killed: bool = True
+    sends_at_once: bool = False
+
     def __init__(
         self,
         child: subprocess.Popen[bytes],
@@ -83,7 +86,7 @@ class EngineProcess:
         if not self.has_ended():
             os.kill(self.pid, signal.SIGTERM)
 
-    def kill_group(self) -> None:
+    def kill(self) -> None:
         """End the process and all of its group (SIGKILL); does nothing after :meth:`reap`."""
         if not self._reaped:
             # Nobody is left in it, which macOS says by EPERM.
@@ -91,14 +94,14 @@ class EngineProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Take the exit status, after :meth:`wait` or :meth:`kill_group`; blocks for the moment that a kill takes."""
+        """Take the exit status, after :meth:`wait` or :meth:`kill`; blocks for the moment that a kill takes."""
         try:
             self._child.wait(timeout=REAP_LIMIT)
         except subprocess.TimeoutExpired:
             logger.warning("process %d outlives SIGKILL for %s s; it is left behind", self.pid, REAP_LIMIT)
         self._reaped = True
 
-    def group_is_gone(self, limit: float) -> bool:
+    def is_gone(self, limit: float) -> bool:
         """Wait up to ``limit`` seconds for the killed group to be gone; blocking, for a worker thread."""
         deadline = time.monotonic() + limit
         while _group_members(self.pid):

@@ -40,6 +40,11 @@ class ProcessLauncher:
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(f"ProcessLauncher.environment has {name!r}: {value!r}; expected strings")
 
+    @property
+    def description(self) -> str:
+        """The interpreter."""
+        return self.python
+
     def start(self, bootstrap: Bootstrap) -> EngineProcess:
         """Start the process and hand it ``bootstrap``; blocking, for some milliseconds.
 

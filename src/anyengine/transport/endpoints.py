@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,10 @@ from anyengine.protocol.bootstrap import CurveKeys
 from anyengine.transport import collector
 from anyengine.transport.sockets import Socket
 
-TransportName = Literal["ipc", "tcp"]
+TransportName = Literal["ipc", "tcp", "inproc"]
+
+TERM_LIMIT = 0.1
+"""Seconds that the end of the context may take."""
 
 _PREFIX = "anyengine-"
 _LONGEST_BASE = 64
@@ -74,19 +78,21 @@ def sweep_directories() -> None:
 class Endpoints:
     """A client's two sockets, bound: requests go out on ``router``, outputs come in on ``pull``.
 
-    :param transport: ``"ipc"`` for files in a :class:`SocketDirectory`, ``"tcp"`` for loopback with CURVE keys
+    :param transport: ``"ipc"`` for files in a :class:`SocketDirectory`, ``"tcp"`` for loopback with CURVE keys,
+        ``"inproc"`` for an engine in a thread, whose sockets are of the same ``context``
     """
 
     def __init__(self, transport: TransportName) -> None:
         self.input_address: str
         self.output_address: str
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._transport: TransportName = transport
         self._directory: SocketDirectory | None = None
         self.keys: CurveKeys | None = None
         server_secret: str | None = None
         if transport == "ipc":
             self._directory = SocketDirectory()
-        else:
+        elif transport == "tcp":
             server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
             public, secret = (key.decode() for key in zmq.curve_keypair())
             self.keys = CurveKeys(server_public, public, secret)
@@ -97,7 +103,7 @@ class Endpoints:
             # The end of the engine's connection on this socket says that all it sent has arrived.
             monitor: zmq.Socket[bytes] = pull.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except BaseException:
-            self._context.destroy(linger=0)
+            self.context.destroy(linger=0)
             if self._directory is not None:
                 self._directory.close()
             raise
@@ -107,7 +113,7 @@ class Endpoints:
         self.disconnections: Socket = Socket(monitor)
 
     def _bind(self, kind: int, name: str, server_secret: str | None) -> tuple[zmq.Socket[bytes], str]:
-        socket = self._context.socket(kind)
+        socket = self.context.socket(kind)
         # No limits: the engine must never block in a send, and calls of the client never do. What bounds memory is the
         # number of tokens that live requests may still get.
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -116,8 +122,13 @@ class Endpoints:
         if server_secret is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt_string(zmq.CURVE_SECRETKEY, server_secret)
-        socket.bind(f"ipc://{self._directory.path}/{name}" if self._directory is not None else "tcp://127.0.0.1:*")
+        socket.bind(self._address(name))
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _address(self, name: str) -> str:
+        if self._directory is not None:
+            return f"ipc://{self._directory.path}/{name}"
+        return f"inproc://{name}" if self._transport == "inproc" else "tcp://127.0.0.1:*"
 
     def close_sockets(self) -> None:
         """Close the sockets at once; tasks that wait on them get ClosedResourceError."""
@@ -126,8 +137,14 @@ class Endpoints:
         self.router.close()
 
     def close(self) -> None:
-        """End the context and remove the directory, after :meth:`close_sockets`; blocks for a millisecond or so."""
-        self._context.term()
+        """End the context and remove the directory, after :meth:`close_sockets`; blocks for a millisecond or so.
+
+        The end of the context interrupts an engine in a thread that waits for messages. One that does something else
+        is not waited for longer than :data:`TERM_LIMIT`; the context then ends when that thread comes back to it.
+        """
+        ending = threading.Thread(target=self.context.term, name="anyengine-context", daemon=True)
+        ending.start()
+        ending.join(TERM_LIMIT)
         collector.release()
         if self._directory is not None:
             self._directory.close()

@@ -43,13 +43,32 @@ class KVCache:
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
-        shape = (layout.num_layers, num_blocks + 1, block_size, layout.num_heads)
+        self._shape = (layout.num_layers, num_blocks + 1, block_size, layout.num_heads)
+        self._dims = (layout.key_dim, layout.value_dim)
         self.block_size = block_size
         self.device = device
         self.dtype: torch.dtype = layout.dtype
-        self.keys: torch.Tensor = torch.empty((*shape, layout.key_dim), dtype=layout.dtype, device=device)
-        self.values: torch.Tensor = torch.empty((*shape, layout.value_dim), dtype=layout.dtype, device=device)
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory, for a cache in which no block is in use.
+
+        :raises RuntimeError: if the device has not enough; then nothing was taken
+        """
+        keys, values = (torch.empty((*self._shape, dim), dtype=self.dtype, device=self.device) for dim in self._dims)
+        self.keys, self.values = keys, values
         self.clear([0])
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there is memory to write into."""
+        return self.keys.numel() > 0
+
+    def release(self) -> None:
+        """Give the memory back, and with it all that the blocks hold."""
+        self.keys = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero these blocks."""

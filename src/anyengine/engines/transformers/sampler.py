@@ -18,7 +18,8 @@ from anyengine.types import SamplingParams, TokenLogprobs
 
 PARAMETERS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos",
-    "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
+    "logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids",
 )  # fmt: skip
 """The fields of :class:`SamplingParams` that this engine honours."""
 
@@ -108,7 +109,16 @@ class Sampler:
             state.generated += 1
             if state.counts is not None and token >= 0:
                 state.counts[token] += 1
-        return chosen, {} if logprobs is None else self._best(logprobs, wanted, states, chosen)
+        if logprobs is None:
+            return chosen, {}
+        counts = [states[row].params.logprobs or 0 for row in wanted]
+        ranked = _rank(logprobs, [max(chosen[row], 0) for row in wanted], counts)
+        return chosen, dict(zip(wanted, ranked, strict=True))
+
+    @torch.inference_mode()
+    def score(self, logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """For each row of ``logits`` ``[token, vocab]`` the log-probabilities of the token that came and the best."""
+        return _rank(logits.float().log_softmax(-1), tokens, [count] * len(tokens))
 
     def _adjust(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
         """Apply, in place, what changes single logits."""
@@ -167,24 +177,21 @@ class Sampler:
             floor[rows] = _cut(scores[rows], limit[rows], bound[rows], whole)[0]
         return floor[:, None]
 
-    def _best(
-        self, logprobs: torch.Tensor, wanted: Sequence[int], states: Sequence[SamplingState], chosen: Sequence[int]
-    ) -> dict[int, TokenLogprobs]:
-        """The sampled token's log-probability and the best ones, as many as each row wants."""
-        counts = [min(states[row].params.logprobs or 0, self._vocab_size) for row in wanted]
-        tokens = [max(chosen[row], 0) for row in wanted]
-        own: list[float] = _to_host(logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0])
-        best = logprobs.topk(max(counts), dim=-1)
-        values: list[list[float]] = _to_host(best.values)
-        indices: list[list[int]] = _to_host(best.indices)
-        return {
-            row: {token: value, **dict(zip(indices[place][:count], values[place][:count], strict=True))}
-            for place, (row, token, value, count) in enumerate(zip(wanted, tokens, own, counts, strict=True))
-        }
-
 
 def _to_host(tensor: Any) -> Any:
     return tensor.tolist()
+
+
+def _rank(logprobs: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """For each row of ``[position, vocab]``: its token's log-probability, then as many of the best as it wants."""
+    own: list[float] = _to_host(logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0])
+    best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
+    values: list[list[float]] = _to_host(best.values)
+    indices: list[list[int]] = _to_host(best.indices)
+    return [
+        {token: value, **dict(zip(indices[row][:count], values[row][:count], strict=True))}
+        for row, (token, value, count) in enumerate(zip(tokens, own, counts, strict=True))
+    ]
 
 
 def _plain(state: SamplingState) -> bool:

@@ -13,6 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from anyengine.types import TokenLogprobs
+
+_SCORED_TOKENS = 256
+"""From a scored prompt on, a step takes no more tokens: their logits over the whole vocabulary exist all at once."""
+
 
 class BlockPool:
     """The free blocks of the cache, out of blocks 1 to ``num_blocks``. Blocks used last are handed out first."""
@@ -42,7 +47,8 @@ class Request:
     """A request under way: ``tokens`` are prompt and completion, and of those ``computed`` are in the cache.
 
     It ends when it has ``limit`` tokens at the latest. ``sampling`` is the sampler's state. A prompt of embeddings has
-    them in ``embeds`` (``[prompt token, hidden]``) and zeros for its token ids.
+    them in ``embeds`` (``[prompt token, hidden]``) and zeros for its token ids. ``prompt_logprobs`` is None, or, of a
+    scored prompt, what is known so far, position by position, until it is handed out.
     """
 
     handle: int
@@ -51,6 +57,7 @@ class Request:
     limit: int
     sampling: Any
     embeds: Any = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     computed: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list[int])
 
@@ -67,6 +74,14 @@ class Chunk:
     def samples(self) -> bool:
         """Whether these are the request's last tokens, so that the next one is sampled from them."""
         return self.stop == len(self.request.tokens)
+
+    @property
+    def scores(self) -> range:
+        """The positions of a scored prompt that are not known yet and follow from these tokens."""
+        known = self.request.prompt_logprobs
+        if known is None:
+            return range(0)
+        return range(max(self.start + 1, len(known)), min(self.stop + 1, self.request.prompt_length))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +133,7 @@ class Scheduler:
         # generate come before it, and the budget, at least one token for each, reaches them all.
         while index < len(self.running) and budget > 0:
             request = self.running[index]
+            budget = _limit(budget, request)
             stop = min(len(request.tokens), request.computed + budget)
             while not self._extend(request, stop, plan):
                 preempted = True
@@ -131,11 +147,17 @@ class Scheduler:
             # One block to spare for each that is running: without it they would soon throw this one out again.
             if self._blocks_for(len(request.tokens)) + len(self.running) > self._pool.free:
                 break
+            budget = _limit(budget, request)
             stop = min(len(request.tokens), budget)
             self._extend(request, stop, plan)
             self.running.append(self.waiting.popleft())
             budget -= self._take(request, stop, plan)
         return plan
+
+    def preempt_all(self) -> None:
+        """Take the blocks of all running requests back; they are computed again later, in the order they are in."""
+        while self.running:
+            self._preempt_youngest()
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
@@ -160,3 +182,7 @@ class Scheduler:
         request.computed = 0
         self.waiting.appendleft(request)
         return request
+
+
+def _limit(budget: int, request: Request) -> int:
+    return budget if request.prompt_logprobs is None else min(budget, _SCORED_TOKENS)

@@ -1,0 +1,86 @@
+"""How many requests a client may have at a time, and what becomes of one more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import anyio
+
+from anyengine.client.waiters import ErrorFactory
+from anyengine.errors import TooManyRequestsError
+
+WhenFull = Literal["refuse", "wait"]
+
+
+class Admission:
+    """Lets at most ``limit`` requests live, counted by ``live``. In mode ``"wait"`` others queue in order of arrival.
+
+    A request is let in by :meth:`enter`, and must then be registered without a checkpoint between. :meth:`update` is
+    called whenever the number of live requests may have fallen.
+    """
+
+    def __init__(self, limit: int | None, when_full: WhenFull, live: Callable[[], int]) -> None:
+        self._limit = limit
+        self._when_full: WhenFull = when_full
+        self._live = live
+        self._queue: deque[anyio.Event] = deque()
+        self._called = 0  # out of the queue, and not back from the wait yet
+        self._error: ErrorFactory | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait to be let in."""
+        return len(self._queue) + self._called
+
+    def _is_full(self) -> bool:
+        return self._limit is not None and self._live() + self._called >= self._limit
+
+    def check(self) -> None:
+        """:raises TooManyRequestsError: if one more request would be refused now"""
+        if self._when_full == "refuse" and self._limit is not None and self._is_full():
+            raise TooManyRequestsError(self._limit)
+
+    async def enter(self) -> None:
+        """Return when one more request may live.
+
+        :raises TooManyRequestsError: if it may not, and is not to wait
+        :raises EngineError: if all who wait are dismissed
+        """
+        self.check()
+        if not self._queue and not self._is_full():
+            return
+        turn = anyio.Event()
+        self._queue.append(turn)
+        try:
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():
+                self._called -= 1
+                if not self._called:
+                    self._error = None
+                self.update()
+            else:
+                self._queue.remove(turn)
+            raise
+        self._called -= 1
+        if self._error is not None:
+            error = self._error()
+            if not self._called:
+                self._error = None
+            raise error
+
+    def update(self) -> None:
+        """Let in who waits, as far as there is room."""
+        while self._queue and not self._is_full():
+            self._called += 1
+            self._queue.popleft().set()
+
+    def dismiss(self, error: ErrorFactory) -> None:
+        """The engine or the client is gone: whoever waits gets a fresh ``error``."""
+        if self.waiting:
+            self._error = error
+        while self._queue:
+            self._called += 1
+            self._queue.popleft().set()

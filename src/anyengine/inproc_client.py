@@ -1,0 +1,272 @@
+"""``InprocEngineClient``: an engine in the caller's own process and thread, stepped by its caller."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from anyengine.client.checks import check_handles, check_prompt, check_request_id, check_sampling
+from anyengine.engine.control import SchedulerControl
+from anyengine.engine.core import Deferred, EngineCore, EngineRequest
+from anyengine.engine.failures import describe_failure, message_of
+from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, RequestError, UtilityError
+from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
+from anyengine.types import EngineInfo, FinishReason, SamplingParams
+from anyengine.utilities import BlockingEngineUtilities
+
+_DEFAULT_SAMPLING = SamplingParams()
+_Row = tuple[int, Sequence[int], OutputDetails | None]
+
+
+class InprocEngineClient(BlockingEngineUtilities):
+    """One engine without a process, a socket or a thread: it does something only while its caller calls it.
+
+    Making the client loads the engine, and leaving its block (or :meth:`close`) shuts it down. Nothing is copied: an
+    engine gets the caller's own arrays and arguments, which must stay as they are until the request has ended or the
+    call has returned. Use a client from one thread. What a process of its own protects from is not there: a crash of
+    native code takes the caller along, and a step that hangs cannot be ended.
+
+    An exception of the engine that belongs to one request or one call stays there. Any other, as one of a step, leaves
+    the engine in an unknown state: this call and all later ones raise :class:`EngineDeadError` with its traceback.
+
+    :param engine: the engine, not yet loaded
+    :raises TypeError: if it is not an EngineCore
+    :raises Exception: what the engine's ``load`` or ``describe`` raised
+    """
+
+    def __init__(self, engine: EngineCore) -> None:
+        if not isinstance(engine, EngineCore):
+            raise TypeError(f"engine={engine!r} ({type(engine).__name__}): expected an EngineCore object")
+        engine.load(_report_nothing)
+        self._live: set[int] = set()
+        self._control = SchedulerControl(
+            engine, live=self._live, release=self._release, refuse=self._refuse, can_wait=False
+        )
+        self._handles = itertools.count()
+        self._ids: dict[int, str] = {}
+        self._rows: list[_Row] = []
+        self._known_handles: Sequence[int] = ()
+        self._report: CrashReport | None = None
+        self._closed = False
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine says of itself."""
+        return self._control.info
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is live and shut the engine down; every later call raises, except this one."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._report is None:
+                self._control.abort_requests(list(self._live))
+        finally:
+            self._control.core.shutdown()
+
+    # ---- requests ----
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        *,
+        prompt_embeds: Any = None,
+        request_id: str | None = None,
+    ) -> int:
+        """One request; returns its handle, by which :meth:`get_output` names it.
+
+        While the scheduler is paused the request is held, and should the engine refuse it later, its one row says so.
+
+        :param prompt_token_ids: the prompt as token ids (u32)
+        :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead
+        :param request_id: a name for logs and errors, free again when the request has ended
+        :raises TypeError: if an argument has the wrong type
+        :raises RequestError: if the prompt is empty or holds an impossible token id, if a live request has the same
+            id, or if the engine refuses the request
+        :raises EngineDeadError: if the engine is broken
+        :raises EngineClosedError: if the client is closed
+        """
+        self._check_open()
+        tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
+        sampling = check_sampling(sampling_params, self.info)
+        if check_request_id(request_id) is not None and request_id in self._ids.values():
+            raise RequestError(f"request_id={request_id!r}: a live request has this id")
+        handle = next(self._handles)
+        request = EngineRequest(handle=handle, prompt_token_ids=tokens, prompt_embeds=prompt_embeds, sampling=sampling)
+        try:
+            self._control.add_request(request)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise RequestError(_problem(error)) from error
+        self._live.add(handle)
+        if request_id is not None:
+            self._ids[handle] = request_id
+        return handle
+
+    def abort_requests(self, handles: Iterable[int]) -> None:
+        """Abort requests; each has its last row in the next output. Those that have ended, or never were, are ignored.
+
+        :raises TypeError: if ``handles`` does not hold integers
+        :raises EngineDeadError: if the engine is broken, or breaks over this
+        :raises EngineClosedError: if the client is closed
+        """
+        self._check_open()
+        live = [handle for handle in dict.fromkeys(check_handles(handles)) if handle in self._live]
+        try:
+            self._control.abort_requests(live)
+        except BaseException as error:
+            self._break(error)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request is still to have its last row in an output. A paused engine makes no progress with it."""
+        return bool(self._live or self._rows)
+
+    def get_output(self) -> StepOutputs:
+        """Make one step and return its outputs, in columns, after the last rows of what was aborted since the last one.
+
+        There is no step if the engine is paused or has nothing to do. Each request has one row with a finish reason.
+
+        :raises EngineDeadError: if the engine is broken, or breaks in this step
+        :raises EngineClosedError: if the client is closed
+        """
+        if self._closed or self._report is not None:
+            self._check_open()
+        outputs: StepOutputs | None = None
+        control = self._control
+        try:
+            if control.has_work():
+                outputs = control.step()
+                if outputs is not None and (outputs.details or outputs.handles is not self._known_handles):
+                    outputs = self._take(outputs)
+        except BaseException as error:
+            self._break(error)
+        if self._rows:
+            rows, self._rows = self._rows, []
+            return from_rows(rows if outputs is None else [*rows, *outputs.rows()])
+        return StepOutputs((), ()) if outputs is None else outputs
+
+    # ---- utilities ----
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method that the engine marks ``@utility``; returns what it returned.
+
+        :param timeout: there can be none here: the call runs in the caller's thread, where nothing can end it
+        :raises TypeError: if ``method`` is not a string
+        :raises ValueError: if ``timeout`` is not None
+        :raises UtilityError: if the engine has no such utility, if the utility raised, or if it would answer in a later
+            step, for nobody makes steps while the caller waits
+        :raises EngineDeadError: if the engine is broken, or breaks over this
+        :raises EngineClosedError: if the client is closed
+        """
+        if not isinstance(method, str):
+            raise TypeError(f"method={method!r} ({type(method).__name__}): expected a string")
+        if timeout is not None:
+            raise ValueError(
+                f"timeout={timeout!r}: a call of an in-process engine cannot be ended early; expected None"
+            )
+        self._check_open()
+        if method not in self.info.utilities:
+            known = ", ".join(self.info.utilities)
+            raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
+        try:
+            value = self._control.call(method, args)
+        except (Exception, SystemExit) as error:  # sys.exit() in a utility is that call's failure
+            if self._control.broken:
+                self._break(error)
+            raise _failed(method, error) from error
+        return _outcome(method, value) if isinstance(value, Deferred) else value
+
+    # ---- what the engine's control asks for ----
+
+    def _release(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            self._end(handle, "abort", None)
+
+    def _refuse(self, handle: int, error: Exception) -> None:
+        self._end(handle, "error", message_of(error) if isinstance(error, RequestError) else _problem(error))
+
+    def _end(self, handle: int, reason: FinishReason, problem: str | None) -> None:
+        self._rows.append((handle, (), OutputDetails(finish_reason=reason, error=problem)))
+        self._forget(handle)
+
+    def _forget(self, handle: int) -> None:
+        self._live.discard(handle)
+        self._ids.pop(handle, None)
+        self._known_handles = ()
+
+    def _take(self, outputs: StepOutputs) -> StepOutputs:
+        """The rows of live requests; those whose last row is among them have ended."""
+        outputs.check_endings()
+        handles = outputs.handles
+        if not self._live.issuperset(handles):
+            outputs = outputs.select([handle in self._live for handle in handles])
+        elif not outputs.details:
+            # A steady batch has the same column in each step: there is nothing to look up the next time.
+            self._known_handles = handles
+        for row, details in outputs.details.items():
+            if details.finish_reason is not None:
+                self._forget(outputs.handles[row])
+        return outputs
+
+    # ---- endings ----
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the client is closed")
+        if self._report is not None:
+            raise EngineDeadError(self._report)
+
+    def _break(self, error: BaseException) -> NoReturn:
+        """The engine is in an unknown state: nothing more is asked of it."""
+        kind, problem, text = describe_failure(error)
+        self._report = CrashReport(
+            rank=0, pid=None, phase="serve", exception_type=kind, exception_message=problem, traceback=text
+        )
+        self._live.clear()
+        self._ids.clear()
+        if isinstance(error, Exception):
+            raise EngineDeadError(self._report) from error
+        raise error  # KeyboardInterrupt and the like are the caller's own
+
+
+def _outcome(method: str, deferred: Deferred) -> Any:
+    """What a utility that answers by a Deferred has answered."""
+    outcomes: list[tuple[Any, BaseException | None]] = []
+    deferred.on_settled(lambda value, error: outcomes.append((value, error)))
+    if not outcomes:
+        raise UtilityError(
+            method,
+            "it would answer in a later step, and nobody steps the engine while this call waits; what it began goes on "
+            "with the next get_output(), but its answer is lost",
+        )
+    value, error = outcomes[0]
+    if error is not None:
+        raise _failed(method, error) from error
+    return value
+
+
+def _failed(method: str, error: BaseException) -> UtilityError:
+    kind, problem, text = describe_failure(error)
+    return UtilityError(method, problem, rank=0, exception_type=kind, traceback=text)
+
+
+def _problem(error: Exception) -> str:
+    kind, problem, _ = describe_failure(error)
+    return f"{kind}: {problem}"
+
+
+def _report_nothing(stage: str, fraction: float | None = None) -> None:
+    pass

@@ -1,0 +1,124 @@
+"""An engine in a thread of this process: the same loop and the same messages, over ``inproc://``.
+
+It starts at once and shares this process's memory and devices, which has its price: a native crash takes this process
+along, its Python code and the application's take turns, and a step that hangs can be neither interrupted nor killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Any
+
+import anyio
+import zmq
+
+from anyengine.engine.failures import describe_failure
+from anyengine.engine.proc import EngineCoreProc
+from anyengine.errors import CrashReport, Phase
+from anyengine.protocol.bootstrap import Bootstrap
+
+
+class EngineThread:
+    """A running thread. Its end closes a pipe, which wakes whoever waits, on any event loop."""
+
+    output: None = None
+    can_be_killed: bool = False
+    sends_at_once: bool = True
+
+    def __init__(self, bootstrap: Bootstrap, context: zmq.Context[Any]) -> None:
+        self.pid: int = os.getpid()
+        self._failure: tuple[str, str, str] | None = None
+        self._watched = False
+        self._reader, self._writer = os.pipe()
+        # A daemon, so that an engine which hangs does not keep the program from ending.
+        self._thread = threading.Thread(
+            target=self._run, args=(bootstrap, context), name=f"anyengine-{bootstrap.rank}", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads: for the caller the same as no more processes
+            os.close(self._reader)
+            os.close(self._writer)
+            raise OSError(str(error)) from error
+
+    def _run(self, bootstrap: Bootstrap, context: zmq.Context[Any]) -> None:
+        try:
+            proc = EngineCoreProc(bootstrap, context, stay_awake=0.0)
+            try:
+                proc.run()
+            except zmq.ContextTerminated:
+                proc.close()  # the client has left, and did not wait any longer for this thread
+            except BaseException as error:  # sys.exit() in an engine ends the engine, as it does in a process
+                self._failure = describe_failure(error)
+                with contextlib.suppress(zmq.ContextTerminated):
+                    proc.announce_death(error)
+        finally:
+            os.close(self._writer)
+
+    async def wait(self) -> None:
+        """Return when the thread has left the engine's loop."""
+        self._watched = True
+        try:
+            await anyio.wait_readable(self._reader)
+        finally:
+            self._watched = False
+        self._thread.join()  # it has nothing left to do
+
+    def has_ended(self) -> bool:
+        """Whether the thread is over."""
+        return not self._thread.is_alive()
+
+    def terminate(self) -> None:
+        """Nothing reaches a thread that does not read its messages."""
+
+    def kill(self) -> None:
+        """Nothing ends a thread."""
+
+    def reap(self) -> None:
+        """There is no status to take."""
+
+    def is_gone(self, limit: float) -> bool:
+        """Wait up to ``limit`` seconds for its end; blocking, for a worker thread."""
+        self._thread.join(limit)
+        return self.has_ended()
+
+    def report(self, *, rank: int, phase: Phase, reason: str | None) -> CrashReport:
+        """What the thread raised, if it did."""
+        kind, message, traceback = self._failure or (None, None, None)
+        return CrashReport(
+            rank=rank,
+            pid=None,
+            phase=phase,
+            exit_code=0 if self._failure is None and self.has_ended() else None,
+            exception_type=kind,
+            exception_message=message,
+            traceback=traceback,
+            reason=reason,
+        )
+
+    def close(self) -> None:
+        """Let go of the pipe's end; the thread closes the other."""
+        if self._reader < 0:
+            return
+        if self._watched:
+            anyio.notify_closing(self._reader)
+        os.close(self._reader)
+        self._reader = -1
+
+
+class ThreadLauncher:
+    """Starts engines in threads; ``context`` is the one in which the client's sockets are."""
+
+    description: str = "a thread"
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self._context = context
+
+    def start(self, bootstrap: Bootstrap) -> EngineThread:
+        """Start one.
+
+        :raises OSError: if there can be no more threads
+        """
+        return EngineThread(bootstrap, self._context)

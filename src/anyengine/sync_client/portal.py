@@ -1,0 +1,253 @@
+"""A blocking portal: an async context manager held open by an event loop in a thread of its own, callable from others.
+
+It does what ``anyio.from_thread.start_blocking_portal`` does, which cannot be used here for three reasons. Its calls
+wait twice, for the start of a task and for its end, and an interrupt of the first wait leaves a task that nobody can
+cancel. It refuses calls from the thread of a running trio loop, and leaving it there waits for ever. And an interrupt
+while its loop starts waits for the end of a loop that nobody ends. Here a call is handed over without waiting, by the
+one function of either loop that any thread may call at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, Literal, TypeVar
+
+import anyio
+
+from anyengine.errors import EngineClosedError
+from anyengine.sync_client.portal_call import Latch, PortalCall
+
+Backend = Literal["asyncio", "trio"]
+T = TypeVar("T")
+R = TypeVar("R")
+
+INTERRUPT_LIMIT = 2.0
+"""Seconds that an interrupted call waits for the end of its task. Its abort is sent at once; the engine acknowledges it
+within one step, and leaving a request waits for that no longer than a second."""
+
+
+class Portal(Generic[T]):
+    """Holds ``block`` open from :meth:`open` to :meth:`close`, in a loop of ``backend``.
+
+    Every call ends: when the loop does, what is still under way gets :class:`EngineClosedError`.
+    """
+
+    def __init__(self, block: AbstractAsyncContextManager[T, Any], backend: Backend) -> None:
+        self._block = block
+        self._backend: Backend = backend
+        self._entered: list[T] = []  # what entering the block returned
+        self._error: BaseException | None = None
+        self._interrupted = False
+        self._accepting = True
+        self._lock = threading.Lock()
+        self._calls: set[PortalCall[Any]] = set()
+        self._opened = Latch()
+        self._ended = Latch()
+        self._run_soon: Callable[[Callable[[], object]], object] = _no_loop_yet
+        self._thread = threading.Thread(target=self._run_loop, name=f"anyengine-{backend}", daemon=True)
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller runs in the loop's thread."""
+        return threading.get_ident() == self._thread.ident
+
+    # ---- the block ----
+
+    def open(self) -> T:
+        """Start the loop, enter the block, and return what that returned. An interrupt ends both again."""
+        try:
+            self._thread.start()
+            self._opened.wait()
+            if not self._entered:
+                self._join()
+            return self._entered[0]
+        except BaseException:
+            self._interrupted = True
+            if self._thread.ident is not None:
+                self._post_surely(self._cancel)
+                self._ended.wait()  # bounded; a second interrupt leaves the rest to the loop's thread
+            raise
+
+    def close(self) -> None:
+        """Leave the block and wait for the end of the loop; raises what leaving raised.
+
+        An interrupt meanwhile comes out when the block has been left. A second one comes out at once; the rest goes on
+        in the loop's thread.
+        """
+        self._check_thread()
+        try:
+            self._post(self._leave)
+            self._ended.wait()
+        except BaseException:
+            self._post_surely(self._leave)
+            self._ended.wait()
+            raise
+        self._join()
+
+    def _join(self) -> None:
+        self._thread.join()
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    # ---- calls ----
+
+    def call(self, function: Callable[[], Awaitable[R]], undo: Callable[[R], Awaitable[object]] | None = None) -> R:
+        """Run an async function in the loop and wait for what comes of it.
+
+        An interrupt (KeyboardInterrupt, or what another signal handler raises) cancels the function, and comes out when
+        it has ended or :data:`INTERRUPT_LIMIT` is over. If it has returned a value all the same, ``undo`` takes it.
+
+        :raises EngineClosedError: if the block was left, before or meanwhile
+        :raises RuntimeError: if called in the loop's own thread, where it would wait for itself
+        """
+        self.check_open()
+        call = PortalCall(function, undo)
+        try:
+            self._submit(call)
+            call.done.wait()
+        except BaseException:
+            self.abandon(call)
+            raise
+        return call.result()
+
+    def call_now(self, function: Callable[[], R]) -> R:
+        """The same for a function that is not async."""
+
+        async def run() -> R:
+            return function()
+
+        return self.call(run)
+
+    def start(self, function: Callable[[], Awaitable[object]]) -> PortalCall[object]:
+        """Have an async function run in the loop without waiting for it; :meth:`abandon` must follow."""
+        self.check_open()
+        call = PortalCall(function, None)
+        self._submit(call)
+        return call
+
+    def abandon(self, call: PortalCall[Any]) -> None:
+        """Cancel a call and wait, bounded, until nothing of it runs. It waits for nothing in the loop's own thread."""
+        self._post_surely(functools.partial(self._abandon, call))
+        if not self.is_own_thread:
+            call.gone.wait(INTERRUPT_LIMIT)
+
+    def check_open(self) -> None:
+        """:raises EngineClosedError: if the block was left"""
+        if self._ended.is_set:
+            raise EngineClosedError("the client is closed: its block was left")
+
+    def _check_thread(self) -> None:
+        if self.is_own_thread:
+            raise RuntimeError(
+                "a blocking call in the thread that serves it would wait for itself; "
+                "make it in another thread than that of on_progress, a finalizer or a logging handler"
+            )
+
+    def _submit(self, call: PortalCall[Any]) -> None:
+        self._check_thread()
+        # A call is in the table before the loop ends, and is ended with it, or it comes after that and is told.
+        with self._lock:
+            if self._ended.is_set:
+                call.close()
+                return
+            self._calls.add(call)
+        self._post(functools.partial(self._start, call))
+
+    def _post(self, function: Callable[[], object]) -> None:
+        # The loop may end at any moment: then nothing is left for the function to do.
+        with contextlib.suppress(RuntimeError):
+            self._run_soon(function)
+
+    def _post_surely(self, function: Callable[[], object]) -> None:
+        """Post what has to happen after an interrupt, whatever interrupts this; the first one is on its way up."""
+        while True:
+            try:
+                return self._post(function)
+            except KeyboardInterrupt:
+                continue
+
+    # ---- in the loop's thread ----
+
+    def _run_loop(self) -> None:
+        try:
+            # A context of its own: nothing of the caller's, who may be in a loop of another kind, belongs in here.
+            contextvars.Context().run(anyio.run, self._hold, backend=self._backend)
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._lock:
+                self._ended.set()
+            for call in list(self._calls):
+                call.close()
+            self._opened.set()
+
+    async def _hold(self) -> None:
+        self._leaving = anyio.Event()
+        with anyio.CancelScope() as self._scope:
+            async with anyio.create_task_group() as self._group:
+                self._run_soon = _function_to_run_soon(self._backend)
+                if self._interrupted:
+                    self._scope.cancel()
+                try:
+                    async with self._block as entered:
+                        self._entered.append(entered)
+                        self._opened.set()
+                        await self._leaving.wait()
+                except anyio.get_cancelled_exc_class():
+                    raise
+                except BaseException as error:  # for whoever opens or closes, without the group's wrapping
+                    self._error = error
+                finally:
+                    self._accepting = False
+                    self._group.cancel_scope.cancel()
+
+    def _leave(self) -> None:
+        self._leaving.set()
+
+    def _cancel(self) -> None:
+        self._scope.cancel()
+
+    def _start(self, call: PortalCall[Any]) -> None:
+        if self._accepting:
+            self._group.start_soon(self._run, call)
+        else:
+            self._calls.discard(call)
+            call.close()
+
+    async def _run(self, call: PortalCall[Any]) -> None:
+        try:
+            await call.run()
+        finally:
+            self._calls.discard(call)
+
+    def _abandon(self, call: PortalCall[Any]) -> None:
+        if not call.abandon():
+            return
+        if self._accepting:
+            self._group.start_soon(call.take_back)
+        else:
+            call.close()
+
+
+def _no_loop_yet(function: Callable[[], object]) -> None:
+    """Of a portal whose loop has not started: it looks for an interrupt when it does."""
+
+
+def _function_to_run_soon(backend: Backend) -> Callable[[Callable[[], object]], object]:
+    """The running loop's function by which any thread has it call another one."""
+    if backend == "trio":
+        from trio.lowlevel import current_trio_token
+
+        return current_trio_token().run_sync_soon
+    # In the loop's own context: AnyIO finds out from it which kind of loop this is.
+    return functools.partial(asyncio.get_running_loop().call_soon_threadsafe, context=contextvars.copy_context())

@@ -1,0 +1,226 @@
+"""``SyncEngineClient``: the client as blocking calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import anyio
+
+from anyengine.client.checks import check_count, check_handles, check_sampling, check_seconds
+from anyengine.client.engine_client import EngineClient
+from anyengine.client.waiters import without_rows
+from anyengine.errors import EngineClosedError
+from anyengine.protocol.outputs import StepOutputs
+from anyengine.sync_client.handover import Handover
+from anyengine.sync_client.many import IndexedResult, RequestGroup, generate_many
+from anyengine.sync_client.portal import Portal
+from anyengine.sync_client.sync_request_stream import SyncRequestStream
+from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, SamplingParams
+from anyengine.utilities import BlockingEngineUtilities
+
+_DEFAULT_SAMPLING = SamplingParams()
+T = TypeVar("T")
+
+
+class SyncEngineClient(BlockingEngineUtilities):
+    """An :class:`EngineClient` whose calls block. ``open_sync_engine_client`` makes it and owns what runs behind it.
+
+    Every call ends: with a value, with an error, or with the KeyboardInterrupt that came meanwhile, which aborts the
+    call's requests in the engine. After the engine's death each call that blocks or comes gets
+    :class:`EngineDeadError`, after the client's block :class:`EngineClosedError`. Any thread may use it, several at a
+    time too, except the one that serves it, in which ``on_progress`` and some finalizers run: there, calls that would
+    wait for themselves raise RuntimeError.
+    """
+
+    def __init__(self, portal: Portal[EngineClient], client: EngineClient) -> None:
+        self._portal = portal
+        self._client = client
+        self._steps: Handover[StepOutputs] = Handover()
+
+    # ---- looking ----
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said of itself at READY."""
+        return self._client.info
+
+    def health(self, timeout: float = 2.0) -> Health:
+        """Whether the engine is alive, unresponsive, closing, closed, dead or being restarted, as last heard of it.
+
+        :raises ValueError: if ``timeout`` is not a positive number
+        """
+        return self._look(functools.partial(self._client.health, timeout))
+
+    def statistics(self) -> ClientStatistics:
+        """What the client holds right now; every count is zero when nothing runs."""
+        statistics = self._look(self._client.statistics)
+        return dataclasses.replace(statistics, unread_outputs=statistics.unread_outputs + len(self._steps))
+
+    def _look(self, function: Callable[[], T]) -> T:
+        """What ``function`` sees in the loop's thread, or when the loop is gone and nothing moves any more."""
+        if not self._portal.is_own_thread:
+            with contextlib.suppress(EngineClosedError):
+                return self._portal.call_now(function)
+        return function()
+
+    def wait_dead(self, timeout: float | None = None) -> NoReturn:
+        """Wait for the engine's death.
+
+        :param timeout: seconds to wait; None waits as long as the engine lives
+        :raises EngineDeadError: when the engine dies
+        :raises EngineClosedError: when the client is closed
+        :raises TimeoutError: if the engine lives on for so long
+        """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+
+        async def wait() -> None:
+            with anyio.move_on_after(timeout):
+                await self._client.wait_dead()
+
+        self._portal.call(wait)
+        raise TimeoutError(f"the engine has not died within {timeout} s")
+
+    # ---- requests ----
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        *,
+        prompt_embeds: Any = None,
+        request_id: str | None = None,
+        stall_limit: float | None = None,
+    ) -> SyncRequestStream:
+        """One request, as a context manager that iterates over its outputs.
+
+        Parameters and errors as :meth:`EngineClient.open_request`.
+        """
+        opened = self._portal.call_now(
+            lambda: self._client.open_request(
+                prompt_token_ids,
+                sampling_params,
+                prompt_embeds=prompt_embeds,
+                request_id=request_id,
+                stall_limit=stall_limit,
+            )
+        )
+        return SyncRequestStream(self._portal, opened)
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        *,
+        prompt_embeds: Any = None,
+        request_id: str | None = None,
+        stall_limit: float | None = None,
+    ) -> Completion:
+        """One request to its end. Parameters and errors as :meth:`EngineClient.generate`."""
+        return self._portal.call(
+            lambda: self._client.generate(
+                prompt_token_ids,
+                sampling_params,
+                prompt_embeds=prompt_embeds,
+                request_id=request_id,
+                stall_limit=stall_limit,
+            )
+        )
+
+    def generate_many(
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        *,
+        max_concurrency: int = 256,
+    ) -> Generator[IndexedResult]:
+        """Many requests, each to its end: pairs of a prompt's index and its completion, in the order of completion.
+
+        A request that is refused or fails gives its :class:`RequestError` in place of the completion, and the others go
+        on. Prompts are taken from ``prompts`` in the calling thread, as there is room for them, so that a generator may
+        read them from a file. Ending the iteration early, however that happens, aborts what runs.
+
+        :param prompts: each prompt as token ids (u32)
+        :param max_concurrency: requests that are under way at a time
+        :raises TypeError: if an argument has the wrong type; while iterating, if a prompt has
+        :raises ValueError: if ``max_concurrency`` is below 1
+        :raises RequestError: if the engine does not support a sampling parameter
+        :raises EngineDeadError: if the engine is dead; while iterating, if it dies, after all results from before
+        :raises EngineClosedError: if the client is closed, before or meanwhile
+        """
+        check_count("max_concurrency", max_concurrency)
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts={prompts!r:.80} ({type(prompts).__name__}): expected an iterable of token ids")
+        sampling = check_sampling(sampling_params, self.info)
+        group = self._portal.call_now(functools.partial(RequestGroup, self._client, sampling))
+        return generate_many(self._portal, group, iter(prompts), max_concurrency)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        sampling_params: SamplingParams = _DEFAULT_SAMPLING,
+        *,
+        prompt_embeds: Any = None,
+        request_id: str | None = None,
+    ) -> int:
+        """One request for a caller with a dispatcher of its own; returns its handle, by which ``get_output`` names it.
+
+        The caller must abort what it does not want any more. Parameters and errors as :meth:`EngineClient.add_request`.
+        """
+        return self._portal.call(
+            lambda: self._client.add_request(
+                prompt_token_ids, sampling_params, prompt_embeds=prompt_embeds, request_id=request_id
+            ),
+            undo=lambda handle: self._abort([handle]),
+        )
+
+    def abort_requests(self, handles: Iterable[int]) -> None:
+        """Abort requests made by :meth:`add_request`; nothing of them comes after that.
+
+        Those that have ended, or never were, are ignored.
+
+        :raises TypeError: if ``handles`` does not hold integers
+        :raises EngineDeadError: if the engine is dead
+        :raises EngineClosedError: if the client is closed
+        """
+        own = check_handles(handles)
+        self._portal.call(lambda: self._abort(own))
+
+    async def _abort(self, handles: Sequence[int]) -> None:
+        await self._client.abort_requests(handles)
+        # What is left in the client's queue is of requests that had ended: it goes the same way as what has crossed.
+        self._steps.extend(self._client.get_outputs_nowait())
+        self._steps.replace(functools.partial(without_rows, set(handles)))
+
+    def get_output(self) -> StepOutputs:
+        """The next step's outputs for requests made by :meth:`add_request`, in columns.
+
+        Nothing of a request comes after it was aborted, and no step is lost by an interrupt. Any number of threads may
+        take steps, but one at a time may wait here.
+
+        :raises EngineDeadError: if the engine is dead and everything it sent has been read
+        :raises EngineClosedError: if the client is closed
+        :raises anyio.BusyResourceError: if another thread waits
+        """
+        self._portal.check_open()
+        while (step := self._steps.take()) is None:
+            self._portal.call(self._fetch_steps)
+        return step
+
+    async def _fetch_steps(self) -> None:
+        step = await self._client.get_output()
+        # No await from here: a step that was taken is handed over, whoever is interrupted.
+        self._steps.extend([step, *self._client.get_outputs_nowait()])
+
+    # ---- utilities ----
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method that the engine marks ``@utility``; returns what it returned.
+
+        Parameters and errors as :meth:`EngineClient.call_utility`.
+        """
+        return self._portal.call(lambda: self._client.call_utility(method, *args, timeout=timeout))

@@ -1,0 +1,86 @@
+"""One request as a caller without an event loop sees it: a context manager to iterate over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+
+from anyengine.client.request_stream import RequestStream
+from anyengine.errors import EngineClosedError
+from anyengine.sync_client.portal import Portal
+from anyengine.types import Completion, RequestOutput
+
+T = TypeVar("T")
+
+
+class SyncRequestStream:
+    """The outputs of one request, made by ``client.stream``.
+
+    Entering sends the request; leaving early, however that happens, aborts it in the engine, and so does an interrupt
+    of a call that waits. Each turn brings all that came since the last one in one output. Iteration ends after the
+    output with a ``finish_reason``; it raises :class:`RequestError` if the engine refused or failed this request, and
+    ``EngineDeadError`` if the engine died, after everything that came before. One thread at a time may iterate.
+    """
+
+    def __init__(self, portal: Portal[Any], stream: RequestStream) -> None:
+        self._portal = portal
+        self._stream = stream
+
+    @property
+    def request_id(self) -> str | None:
+        """The name that the request was given, or got when it was sent."""
+        return self._stream.request_id
+
+    def __enter__(self) -> Self:
+        """Send the request.
+
+        :raises RequestError: if a live request has the same id
+        :raises EngineDeadError: if the engine is dead
+        :raises EngineClosedError: if the client is closed, or this request was sent before
+        """
+        self._portal.call(self._stream.__aenter__, undo=self._abort)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(EngineClosedError):  # the engine is gone, and the request with it
+            self._portal.call(self._abort)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        output = self._call(self._next)
+        if output is None:
+            raise StopIteration
+        return output
+
+    def completion(self) -> Completion:
+        """Everything from here to the end of the request, in one piece.
+
+        :raises RequestError: if the engine refused or failed this request
+        :raises EngineDeadError: if the engine dies first
+        :raises EngineClosedError: if there is nothing left to read, or the client is closed first
+        """
+        return self._call(self._stream.completion)
+
+    def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+        async def call() -> T:
+            try:
+                return await function()
+            except anyio.get_cancelled_exc_class():
+                await self._abort()
+                raise
+
+        return self._portal.call(call, undo=self._abort)
+
+    async def _next(self) -> RequestOutput | None:
+        return await anext(self._stream, None)
+
+    async def _abort(self, lost: object = None) -> None:
+        await self._stream.__aexit__(None, None, None)

@@ -1,0 +1,233 @@
+"""A dead engine is started again as often as the policy allows, and nothing is replayed behind the caller's back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from tests.helpers import is_running, until
+
+from anyengine import (
+    EngineClient,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineSpec,
+    RestartPolicy,
+    SamplingParams,
+    open_engine_client,
+)
+from anyengine.testing import scripted_spec
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
+
+FOREVER = SamplingParams(max_tokens=10_000_000)
+AT_ONCE = RestartPolicy(limit=3, window=600, backoff=0)
+
+
+async def test_a_child_killed_in_a_loop_serves_again_each_time() -> None:
+    async with open_engine_client(scripted_spec(), restart=AT_ONCE) as client:
+        pids: set[int] = set()
+        for start in range(3):
+            assert (await client.generate([start], SamplingParams(max_tokens=2))).token_ids == [start + 1, start + 2]
+            pids.add(client.health().pid)
+            os.kill(client.health().pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await client.wait_dead()
+            assert client.health().state == "restarting"
+        assert (await client.generate([7], SamplingParams(max_tokens=1))).token_ids == [8]
+        assert client.health().state == "alive"
+        pids.add(client.health().pid)
+        assert len(pids) == 4
+        assert [pid for pid in pids if is_running(pid)] == [client.health().pid]
+
+
+async def test_each_waiter_of_the_dead_life_is_told_and_the_next_life_knows_nothing_of_them() -> None:
+    async with open_engine_client(scripted_spec(step_delay=0.001), restart=AT_ONCE) as client:
+        errors: list[EngineDeadError] = []
+
+        async def read() -> None:
+            with pytest.raises(EngineDeadError) as caught:
+                async with client.open_request([0], FOREVER) as request:
+                    async for _ in request:
+                        pass
+            errors.append(caught.value)
+
+        async def call() -> None:
+            with pytest.raises(EngineDeadError) as caught:
+                await client.call_utility("sleep_for", 0.3)
+                await client.call_utility("kill", signal.SIGKILL)
+            errors.append(caught.value)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(20):
+                group.start_soon(read)
+            await until(lambda: client.statistics().live_requests == 20)
+            group.start_soon(call)
+        assert len(errors) == 21
+        assert len({id(error) for error in errors}) == 21
+        await client.call_utility("echo", 1)
+        await until(lambda: client.statistics().engine in ({}, {"running": 0, "waiting": 0}))
+        assert client.statistics().live_requests == client.statistics().pending_calls == 0
+
+
+async def test_requests_made_while_it_is_down_wait_for_the_next_life() -> None:
+    policy = RestartPolicy(limit=1, backoff=0.2)
+    async with open_engine_client(scripted_spec(), restart=policy) as client:
+        os.kill(client.health().pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await client.wait_dead()
+        results: list[Any] = []
+
+        async def keep(awaitable: Any) -> None:
+            results.append(await awaitable)
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as group:
+                group.start_soon(keep, client.generate([1], SamplingParams(max_tokens=1)))
+                group.start_soon(keep, client.call_utility("echo", "later"))
+                group.start_soon(keep, client.add_request([5], SamplingParams(max_tokens=1)))
+                await anyio.wait_all_tasks_blocked()
+                assert not results
+            assert (await client.get_output()).token_ids.tolist() == [6]  # type: ignore[attr-defined]
+        assert len(results) == 3
+
+
+async def test_requests_made_while_it_is_down_fail_if_the_policy_says_so() -> None:
+    policy = RestartPolicy(limit=1, backoff=0.3, while_down="fail")
+    async with open_engine_client(scripted_spec(), restart=policy) as client:
+        pid = client.health().pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await client.wait_dead()
+        for attempt in (client.generate([1]), client.add_request([1]), client.call_utility("echo", 1)):
+            with pytest.raises(EngineDeadError, match=str(pid)):
+                await attempt
+        await until(lambda: client.health().state == "alive", 10)
+        assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
+
+
+async def test_after_the_limit_it_stays_dead() -> None:
+    with pytest.raises(EngineDeadError) as at_exit:
+        async with open_engine_client(scripted_spec(), restart=RestartPolicy(limit=1, backoff=0)) as client:
+            for _ in range(2):
+                await client.call_utility("echo", 1)
+                pid = client.health().pid
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda: client.health().state != "alive", 5)
+            await until(lambda: client.health().state == "dead")
+    assert at_exit.value.report.pid == pid
+
+
+async def test_an_old_restart_counts_no_longer() -> None:
+    async with open_engine_client(scripted_spec(), restart=RestartPolicy(limit=1, window=0.001, backoff=0)) as client:
+        for _ in range(3):
+            await client.call_utility("echo", 1)
+            os.kill(client.health().pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await client.wait_dead()
+        await client.call_utility("echo", 1)
+
+
+async def test_a_start_that_fails_counts_and_the_waiters_learn_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "once_engine.py").write_text(
+        "import pathlib\n"
+        "from anyengine.engines.scripted import ScriptedEngine\n"
+        "class OnceEngine(ScriptedEngine):\n"
+        "    def load(self, progress):\n"
+        "        marker = pathlib.Path(__file__).with_name('started')\n"
+        "        if marker.exists():\n"
+        "            raise RuntimeError('the device is gone-417')\n"
+        "        marker.touch()\n"
+        "        super().load(progress)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EngineDeadError, match="gone-417"):
+        async with open_engine_client(
+            EngineSpec("once_engine:OnceEngine"), restart=RestartPolicy(limit=2, backoff=0)
+        ) as client:
+            os.kill(client.health().pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await client.wait_dead()
+            await client.generate([1])
+
+
+async def test_leaving_the_block_ends_a_restart_and_tells_who_waits_for_it() -> None:
+    errors: list[EngineError] = []
+
+    async def wait(client: EngineClient) -> None:
+        with pytest.raises(EngineError) as caught:
+            await client.generate([1])
+        errors.append(caught.value)
+
+    for backoff in (0.0, 30.0):
+        errors.clear()
+        async with anyio.create_task_group() as group:
+            with anyio.fail_after(10):
+                async with open_engine_client(
+                    scripted_spec(load_seconds=0.3), restart=RestartPolicy(limit=1, backoff=backoff)
+                ) as client:
+                    os.kill(client.health().pid, signal.SIGKILL)
+                    with pytest.raises(EngineDeadError):
+                        await client.wait_dead()
+                    group.start_soon(wait, client)
+                    await anyio.wait_all_tasks_blocked()
+                    assert client.health().state == "restarting"
+        assert [type(error) for error in errors] == [EngineClosedError]
+
+
+async def test_steps_of_both_lives_and_the_death_between_come_in_their_order() -> None:
+    async with open_engine_client(scripted_spec(step_delay=0.001), restart=AT_ONCE) as client:
+        await client.add_request([100], FOREVER)
+        await until(lambda: client.statistics().unread_outputs > 3)
+        os.kill(client.health().pid, signal.SIGKILL)
+        await until(lambda: client.health().state == "restarting")
+        await client.add_request([5000], SamplingParams(max_tokens=3))
+        await until(lambda: client.statistics().live_requests == 0)
+        tokens: list[int] = []
+        with pytest.raises(EngineDeadError):
+            while True:
+                tokens += (await client.get_output()).token_ids
+        assert len(tokens) > 3
+        assert tokens == list(range(101, 101 + len(tokens)))
+        later: list[int] = []
+        while len(later) < 3:
+            later += (await client.get_output()).token_ids
+        assert later == [5001, 5002, 5003]
+
+
+async def test_a_death_that_concerns_nobody_is_logged_and_not_handed_to_the_next_reader(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with open_engine_client(scripted_spec(), restart=AT_ONCE) as client:
+        with caplog.at_level(logging.WARNING, "anyengine"):
+            os.kill(client.health().pid, signal.SIGKILL)
+            await until(lambda: client.health().state == "restarting")
+        assert "SIGKILL" in caplog.text
+        assert "restart 1 of 3" in caplog.text
+        await client.add_request([5], SamplingParams(max_tokens=1))
+        assert list((await client.get_output()).token_ids) == [6]
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"RestartPolicy\.limit=0"):
+        RestartPolicy(limit=0)
+    with pytest.raises(TypeError, match=r"RestartPolicy\.limit=1\.5"):
+        RestartPolicy(limit=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"RestartPolicy\.window=-1"):
+        RestartPolicy(window=-1)
+    with pytest.raises(ValueError, match=r"RestartPolicy\.backoff=-1"):
+        RestartPolicy(backoff=-1)
+    with pytest.raises(ValueError, match=r"RestartPolicy\.while_down='hope'"):
+        RestartPolicy(while_down="hope")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"on_death='cancel'.*restart"):
+        open_engine_client(scripted_spec(), on_death="cancel", restart=RestartPolicy())
+    with pytest.raises(TypeError, match="restart=3"):
+        open_engine_client(scripted_spec(), restart=3)  # type: ignore[arg-type]
