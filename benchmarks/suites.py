@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from benchmarks import inproc, sync
 from benchmarks.contest import Contestant, column, take_turns
 from benchmarks.report import Figure
 from benchmarks.watch import cpu_seconds
@@ -90,6 +91,25 @@ def tensors(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
     return [Figure("64 MiB tensor in a request", "GB/s", rates, True, 2).trio_close()]
 
 
+def in_process(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """What stepping an engine through the in-process client adds to stepping it directly; of this process alone."""
+    figures: list[Figure] = []
+    for rows, logprobs, label in ((1, None, "1 request"), (256, None, "256 requests"), (256, 0, "256 rows of details")):
+        steps = int(4000 * scale.work)
+        added = [inproc.overhead(rows, steps, logprobs=logprobs) for _ in range(scale.rounds)]
+        figures.append(
+            Figure(f"in-process client: added to a step of {label}", "us", {"ours/asyncio": added}, digits=2)
+        )
+        figures[-1].at_most(20.0)
+    return figures
+
+
+def sync_client(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """The sync client beside its rival, which has no event loop; their processes are their own."""
+    backends = [contestant.backend for contestant in contestants if contestant.name == "ours"]
+    return sync.measure(backends, scale.rounds, scale.work)
+
+
 def lifecycle(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
     """Death, opening and closing, idling, memory; of ours alone."""
     ours = [contestant for contestant in contestants if contestant.name == "ours"]
@@ -145,6 +165,8 @@ def _wall(code: str) -> float:
 
 
 SUITES: dict[str, Callable[[Sequence[Contestant], Scale], list[Figure]]] = {
+    "in_process": in_process,
+    "sync_client": sync_client,
     "lifecycle": lifecycle,
     "latency": latency,
     "tensors": tensors,

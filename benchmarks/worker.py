@@ -16,7 +16,7 @@ import anyio
 from anyio import to_thread
 
 from anyengine import EngineSpec, open_engine_client
-from benchmarks import latency, lifecycle, tensors, throughput
+from benchmarks import latency, lifecycle, sync, tensors, throughput
 from benchmarks.baseline import BaselineClient
 
 EMBEDS = EngineSpec("benchmarks.engines:EmbedsEngine", {"vocab_size": 2**31})
@@ -73,7 +73,13 @@ def _answer(value: object) -> None:
 
 
 def main(contestant: str, backend: str) -> None:
-    """``contestant`` is ``ours`` or ``baseline``, ``backend`` one of ``asyncio``, ``uvloop``, ``trio``."""
+    """``contestant`` is ``ours``, ``baseline`` or one of ``sync.CONTESTANTS``.
+
+    ``backend`` is one of ``asyncio``, ``uvloop``, ``trio``.
+    """
+    if contestant in sync.CONTESTANTS:
+        sync.serve(contestant, backend)
+        return
     serve = serve_ours if contestant == "ours" else serve_baseline
     if backend == "trio":
         anyio.run(serve, backend="trio")

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from anyengine.client.request_stream import RequestStream as RequestStream
     from anyengine.client.supervisor import ShutdownPolicy as ShutdownPolicy
     from anyengine.client.supervisor import StartLimits as StartLimits
+    from anyengine.errors import AddressError as AddressError
     from anyengine.errors import CrashReport as CrashReport
     from anyengine.errors import EngineClosedError as EngineClosedError
     from anyengine.errors import EngineDeadError as EngineDeadError
     from anyengine.errors import EngineError as EngineError
     from anyengine.errors import EngineStartError as EngineStartError
+    from anyengine.errors import KeysError as KeysError
     from anyengine.errors import ProtocolError as ProtocolError
     from anyengine.errors import RequestError as RequestError
     from anyengine.errors import RequestStalledError as RequestStalledError
@@ -33,10 +35,15 @@ if TYPE_CHECKING:
     from anyengine.errors import UnencodableResultError as UnencodableResultError
     from anyengine.errors import UtilityError as UtilityError
     from anyengine.errors import UtilityTimeoutError as UtilityTimeoutError
+    from anyengine.inproc_client import InprocEngineClient as InprocEngineClient
+    from anyengine.keys import ConnectionKeys as ConnectionKeys
     from anyengine.process.launcher import ProcessLauncher as ProcessLauncher
     from anyengine.protocol.arrays import WireArray as WireArray
     from anyengine.protocol.outputs import OutputDetails as OutputDetails
     from anyengine.protocol.outputs import StepOutputs as StepOutputs
+    from anyengine.sync_client.opening import open_sync_engine_client as open_sync_engine_client
+    from anyengine.sync_client.sync_engine_client import SyncEngineClient as SyncEngineClient
+    from anyengine.sync_client.sync_request_stream import SyncRequestStream as SyncRequestStream
     from anyengine.types import ClientStatistics as ClientStatistics
     from anyengine.types import Completion as Completion
     from anyengine.types import EngineInfo as EngineInfo
@@ -47,8 +54,10 @@ if TYPE_CHECKING:
     from anyengine.types import StructuredOutputs as StructuredOutputs
 
 _MODULES = {
+    "AddressError": "errors",
     "ClientStatistics": "types",
     "Completion": "types",
+    "ConnectionKeys": "keys",
     "CrashReport": "errors",
     "EngineClient": "client.engine_client",
     "EngineClosedError": "errors",
@@ -58,6 +67,8 @@ _MODULES = {
     "EngineSpec": "types",
     "EngineStartError": "errors",
     "Health": "types",
+    "InprocEngineClient": "inproc_client",
+    "KeysError": "errors",
     "OutputDetails": "protocol.outputs",
     "ProcessLauncher": "process.launcher",
     "ProtocolError": "errors",
@@ -71,6 +82,8 @@ _MODULES = {
     "StartLimits": "client.supervisor",
     "StepOutputs": "protocol.outputs",
     "StructuredOutputs": "types",
+    "SyncEngineClient": "sync_client.sync_engine_client",
+    "SyncRequestStream": "sync_client.sync_request_stream",
     "TooManyRequestsError": "errors",
     "UnencodableError": "errors",
     "UnencodableResultError": "errors",
@@ -78,6 +91,7 @@ _MODULES = {
     "UtilityTimeoutError": "errors",
     "WireArray": "protocol.arrays",
     "open_engine_client": "client.opening",
+    "open_sync_engine_client": "sync_client.opening",
 }
 
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

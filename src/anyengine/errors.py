@@ -34,7 +34,9 @@ class CrashReport:
     ``exit_code`` is None while the process is not yet reaped or when a signal ended it; ``signal`` is the number of
     that signal. ``exception_type``, ``exception_message`` and ``traceback`` come from the child when Python code in it
     raised, ``native_stack`` from faulthandler when native code crashed, and ``stderr_tail`` holds the last lines that
-    the child printed. ``reason`` is this side's own finding (a limit that passed, messages that were lost).
+    the child printed. ``reason`` is this side's own finding (a limit that passed, messages that were lost). An engine
+    that is ``attached`` was started by somebody else: ``pid`` is then a process of its own machine, and ``exit_code`` 0
+    only says that it said goodbye.
     """
 
     rank: int
@@ -48,10 +50,13 @@ class CrashReport:
     native_stack: str | None = None
     stderr_tail: str = ""
     reason: str | None = None
+    attached: bool = False
 
     @property
     def ending(self) -> str:
         """How the process ended, in a few words: ``"signal SIGKILL (9)"``, ``"exit code 3"``."""
+        if self.attached:
+            return "it said goodbye" if self.exit_code == 0 else "its connection was lost"
         if self.signal is not None:
             return f"signal {_signal_name(self.signal)} ({self.signal})"
         if self.exit_code is not None:
@@ -61,6 +66,8 @@ class CrashReport:
     @property
     def advice(self) -> str:
         """What a person would look at next."""
+        if self.attached:
+            return "It was not started by this client: look at its own output, where it was started."
         if self.phase == "launch":
             return "No process was started; look at the launcher's settings (ProcessLauncher)."
         if self.reason is not None:
@@ -80,9 +87,12 @@ class CrashReport:
 
     def describe(self) -> str:
         """The whole report as text of several lines, the finding first and the advice last."""
-        who = f"engine {self.rank} (pid {self.pid})" if self.pid is not None else f"engine {self.rank}"
+        what = "attached engine" if self.attached else "engine"
+        who = f"{what} {self.rank} (pid {self.pid})" if self.pid is not None else f"{what} {self.rank}"
         how = "" if self.pid is None else f": {self.ending}"
         lines = [f"{who} died {_PHASES[self.phase]}{how}"]
+        if self.attached:
+            lines = ["no engine came" if self.pid is None else f"{who} is gone{how}"]
         if self.reason is not None:
             lines.append(f"reason: {self.reason}")
         if self.exception_type is not None:
@@ -184,6 +194,14 @@ class UtilityError(EngineError):
         if self.traceback:
             text += f"\n--- traceback in the engine ---\n{textwrap.indent(self.traceback.rstrip(), '  ')}"
         return text
+
+
+class AddressError(EngineError, ValueError):
+    """An address is malformed, cannot be bound here, or needs keys; the message says which and what would be right."""
+
+
+class KeysError(EngineError, ValueError):
+    """A file of keys cannot be used; the message says why."""
 
 
 class UtilityTimeoutError(UtilityError, TimeoutError):

@@ -15,6 +15,19 @@ _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)
 
 
+HEARTBEAT = 1000
+"""Milliseconds between two heartbeats of ZeroMQ on a connection that may lead to another machine."""
+
+HEARTBEAT_LIMIT = 5000
+"""Milliseconds without any after which such a connection counts as lost."""
+
+
+def notice_silence(socket: zmq.Socket[bytes]) -> None:
+    """Have the loss of a peer noticed that a network hides: its machine is gone, or the way to it."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_LIMIT)
+
+
 def receive_nowait(socket: zmq.Socket[bytes], routed: bool = False) -> list[bytes | memoryview]:
     """The next message: kind and body as bytes, buffers as writable views that keep their memory alive.
 

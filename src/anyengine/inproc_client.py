@@ -42,7 +42,7 @@ class InprocEngineClient(BlockingEngineUtilities):
         engine.load(_report_nothing)
         self._live: set[int] = set()
         self._control = SchedulerControl(
-            engine, live=self._live, release=self._release, refuse=self._refuse, can_wait=False
+            engine, live=self._live, release=self._release, refuse=self._refuse, can_wait=False, more={}
         )
         self._handles = itertools.count()
         self._ids: dict[int, str] = {}
@@ -209,16 +209,18 @@ class InprocEngineClient(BlockingEngineUtilities):
 
     def _take(self, outputs: StepOutputs) -> StepOutputs:
         """The rows of live requests; those whose last row is among them have ended."""
-        outputs.check_endings()
         handles = outputs.handles
-        if not self._live.issuperset(handles):
-            outputs = outputs.select([handle in self._live for handle in handles])
-        elif not outputs.details:
-            # A steady batch has the same column in each step: there is nothing to look up the next time.
-            self._known_handles = handles
-        for row, details in outputs.details.items():
-            if details.finish_reason is not None:
-                self._forget(outputs.handles[row])
+        # A steady batch has the same column in each step: then there is nothing to look up.
+        if handles != self._known_handles:
+            if self._live.issuperset(handles):
+                self._known_handles = handles
+            else:
+                outputs = outputs.select([handle in self._live for handle in handles])
+        ended = [outputs.handles[row] for row, more in outputs.details.items() if more.finish_reason is not None]
+        if ended:
+            outputs.check_endings()
+            for handle in ended:
+                self._forget(handle)
         return outputs
 
     # ---- endings ----

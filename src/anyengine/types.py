@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from anyengine.errors import RequestError
@@ -247,6 +247,9 @@ class EngineInfo:
     utilities: Sequence[str] = ()
 
 
+ProgressCallback = Callable[[str, float | None], None]
+"""Called while an engine loads, with the stage in words and how much of it is done (0.0 to 1.0, None if unknown)."""
+
 HealthState = Literal["alive", "unresponsive", "restarting", "closing", "closed", "dead"]
 
 
@@ -275,9 +278,9 @@ class ClientStatistics:
     """What the client holds right now; every count is zero when nothing runs.
 
     ``live_requests`` are those sent and neither finished nor aborted, ``aborting_requests`` those whose abort the
-    engine has not acknowledged, ``pending_calls`` the utility calls without an answer, ``unread_outputs`` the steps
-    that wait for ``get_output``, ``waiting_requests`` those that wait to be let in, and ``tracked_buffers`` the tensors whose memory ZeroMQ still reads. ``engine`` holds
-    the engine's own figures as last reported.
+    engine has not acknowledged, ``waiting_requests`` those that wait to be let in, ``pending_calls`` the utility calls
+    without an answer, ``unread_outputs`` the steps that wait for ``get_output``, and ``tracked_buffers`` the tensors
+    whose memory ZeroMQ still reads. ``engine`` holds the engine's own figures as last reported.
     """
 
     live_requests: int

@@ -170,7 +170,7 @@ async def test_what_the_engine_refuses_fails_that_request_alone(client: EngineCl
 
 
 async def test_utility_calls(client: EngineClient) -> None:
-    with pytest.raises(UtilityError, match=r"no such utility; it has abort, echo"):
+    with pytest.raises(UtilityError, match=r"no such utility; it has abort, "):
         await client.call_utility("__init__")
     with pytest.raises(UtilityError, match="'step'"):
         await client.call_utility("step")  # a method of the engine, but not marked

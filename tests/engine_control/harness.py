@@ -33,7 +33,7 @@ class Runner:
         self.live: set[int] = set()
         self.sent: list[tuple[Any, ...]] = []
         self.control = SchedulerControl(
-            engine, live=self.live, release=self._release, refuse=self._refuse, can_wait=can_wait
+            engine, live=self.live, release=self._release, refuse=self._refuse, can_wait=can_wait, more={}
         )
 
     def _release(self, handles: Sequence[int]) -> None:

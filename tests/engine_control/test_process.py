@@ -65,7 +65,7 @@ class Streams:
 
 
 async def steps_of(client: EngineClient) -> int:
-    """The step counter; had the engine made steps between these calls, their outputs would have come with the answers."""
+    """The step counter; a step between these calls would have been told before the next answer."""
     for number in range(30):
         await client.call_utility("echo", number)
     return client.health().steps

@@ -36,6 +36,7 @@ RULES: dict[Direction, dict[bytes, str]] = {
         b"\x31": "utility-result",
         b"\x33": "stats",
         b"\x34": "pong",
+        b"\x35": "goodbye",
         b"ENGINE_CORE_DEAD": "dead",
     },
 }

@@ -11,7 +11,7 @@ from anyengine.protocol.engine_machine import EngineMachine, EngineState
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.messages import PROTOCOL_VERSION
 from anyengine.protocol.outputs import StepOutputs
-from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.types import EngineInfo, SamplingParams
 
@@ -95,6 +95,7 @@ def messages_to_client(sequence: int = 0) -> dict[str, Any]:
         "UTILITY_RESULT": UtilityResult(SESSION, sequence, 0, None, {"answer": [1, 2.5, None]}),
         "STATS": Stats(SESSION, sequence, {"running": 1, "cache": 0.5}),
         "PONG": Pong(SESSION, sequence, 5),
+        "GOODBYE": Goodbye(SESSION, sequence),
         "ENGINE_CORE_DEAD": Dead(SESSION, sequence, "RuntimeError", "boom", "Traceback ..."),
     }
 

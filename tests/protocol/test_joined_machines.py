@@ -33,7 +33,7 @@ from anyengine.protocol.client_machine import ClientMachine, ClientState
 from anyengine.protocol.engine_machine import EngineMachine, EngineState
 from anyengine.protocol.messages import MessageLostError, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
-from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Ping
 from anyengine.types import SamplingParams
 
@@ -377,7 +377,7 @@ class Link(RuleBasedStateMachine):
 
     # ---- what goes wrong ----
 
-    @rule(kind=st.sampled_from(["outputs", "answer", "pong", "stats", "dead"]), number=st.integers(0, 3))
+    @rule(kind=st.sampled_from(["outputs", "answer", "pong", "stats", "goodbye", "dead"]), number=st.integers(0, 3))
     def another_life_speaks(self, kind: str, number: int) -> None:
         session = SESSION - 1
         stale = {
@@ -390,6 +390,7 @@ class Link(RuleBasedStateMachine):
             "answer": lambda: UtilityResult(session, number, number, None, "stale"),
             "pong": lambda: Pong(session, number, 99),
             "stats": lambda: Stats(session, number, {"running": 99}),
+            "goodbye": lambda: Goodbye(session, number),
             "dead": lambda: Dead(session, number, "Error", "of another life", ""),
         }[kind]()
         assert self.client.receive(arrived(stale.encode())) is None

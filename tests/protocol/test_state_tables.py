@@ -45,7 +45,7 @@ CLIENT_ACTS: dict[ClientInput, dict[str, Act]] = {
         "PONG": _message("PONG"),
         "a malformed UTILITY_RESULT": lambda machine: machine.receive(_malformed_result()),
     },
-    ClientInput.DEAD_FRAME: {"ENGINE_CORE_DEAD": _message("ENGINE_CORE_DEAD")},
+    ClientInput.LAST_MESSAGE: {name: _message(name) for name in ("ENGINE_CORE_DEAD", "GOODBYE")},
     ClientInput.INIT: {"init": lambda machine: machine.init(output_address="ipc:///y", path="a:B", arguments={"x": 1})},
     ClientInput.REQUEST: {
         "add": lambda machine: machine.add([1], None, SamplingParams(), "another"),
@@ -78,7 +78,10 @@ ENGINE_ACTS: dict[EngineInput, dict[str, Act]] = {
         "stats": lambda machine: machine.stats({"running": 1}),
         "pong": lambda machine: machine.pong(1),
     },
-    EngineInput.DEAD: {"dead": lambda machine: machine.dead("Error", "boom", "Traceback")},
+    EngineInput.DEAD: {
+        "dead": lambda machine: machine.dead("Error", "boom", "Traceback"),
+        "goodbye": lambda machine: machine.goodbye(),
+    },
     EngineInput.INIT: {"INIT": _message("INIT")},
     EngineInput.REQUEST: {
         "ADD": _message("ADD"),

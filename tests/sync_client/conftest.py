@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from tests.helpers import until_sync
 
-from anyengine.sync_client.opening import open_sync_engine_client
+from anyengine import SyncEngineClient, open_sync_engine_client
 from anyengine.sync_client.portal import Backend
-from anyengine.sync_client.sync_engine_client import SyncEngineClient
 from anyengine.testing import scripted_spec
 
 Opener = Callable[..., AbstractContextManager[SyncEngineClient]]
@@ -46,7 +45,7 @@ def interrupting() -> Iterator[Interrupting]:
     @contextlib.contextmanager
     def interrupt_when(condition: Callable[[], object]) -> Iterator[None]:
         def interrupt() -> None:
-            until_sync(condition)
+            until_sync(condition, 30)  # the engine may have to start first
             os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)

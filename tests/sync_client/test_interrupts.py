@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,9 +16,8 @@ from tests.helpers import is_running, until_sync
 from tests.sync_client.conftest import Interrupting, Opener
 from tests.sync_client.test_calls import FOREVER, nothing_runs
 
-from anyengine import EngineDeadError, SamplingParams, ShutdownPolicy
+from anyengine import EngineClosedError, SamplingParams, ShutdownPolicy, SyncEngineClient
 from anyengine.sync_client.handover import Handover
-from anyengine.sync_client.sync_engine_client import SyncEngineClient
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -57,13 +55,13 @@ def test_an_interrupted_request_is_aborted_and_the_next_gets_its_own(
 
 
 def test_an_interrupted_stream_is_over(open_scripted: Opener, interrupting: Interrupting) -> None:
-    with open_scripted({"step_delay": 0.001}) as client, client.stream([0], FOREVER) as stream:
+    with open_scripted({"step_delay": 0.3}) as client, client.stream([0], FOREVER) as stream:
         with pytest.raises(KeyboardInterrupt):
-            with interrupting(lambda: client.statistics().live_requests):
-                for _ in stream:
-                    pass
+            with interrupting(lambda: client._portal._calls):
+                next(stream)
         assert nothing_runs(client)
-        list(stream)  # what had come by then, and an end: not an error, not a wait
+        with pytest.raises(EngineClosedError):
+            list(stream)
 
 
 def test_an_interrupted_utility_call_is_forgotten(open_scripted: Opener, interrupting: Interrupting) -> None:
@@ -125,7 +123,6 @@ def test_no_step_is_lost_however_often_reading_is_interrupted(open_scripted: Ope
 
 def test_nothing_is_lost_between_two_bytecodes() -> None:
     handover: Handover[int] = Handover()
-    items: list[int] = []
     with Interrupts(0.0002) as interrupts:
         for number in range(400_000):
             handover.extend([number])
@@ -145,45 +142,45 @@ def test_nothing_is_lost_between_two_bytecodes() -> None:
 def test_a_request_whose_handle_was_lost_is_aborted(
     open_scripted: Opener, interrupting: Interrupting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    added: list[int] = []
     with open_scripted({"step_delay": 0.001}) as client:
         add_request = client._client.add_request
-        added: list[int] = []
 
-        async def add_and_tell(*arguments: Any, **options: Any) -> int:
+        async def add_and_block(*arguments: Any, **options: Any) -> int:
             added.append(await add_request(*arguments, **options))
-            while not interrupted:  # so that no cancellation is seen, and the handle comes back
-                time.sleep(0.001)
+            time.sleep(0.3)  # the interrupt comes now, and no cancellation until the handle is on its way
             return added[0]
 
-        interrupted: list[bool] = []
-        monkeypatch.setattr(client._client, "add_request", add_and_tell)
+        monkeypatch.setattr(client._client, "add_request", add_and_block)
         with pytest.raises(KeyboardInterrupt):
             with interrupting(lambda: added):
-                threading.Timer(0.1, lambda: interrupted.append(True)).start()
                 client.add_request([0], FOREVER)
+        assert client.statistics().live_requests == 0
         until_sync(lambda: nothing_runs(client))
 
 
 def test_a_second_interrupt_does_not_wait(open_scripted: Opener, interrupting: Interrupting) -> None:
     with open_scripted(shutdown=ShutdownPolicy(grace=0.1, terminate=0.1)) as client:
-        client.call_utility("freeze", 60, True)  # so that no abort is acknowledged
+        client.call_utility("freeze", 60, True)  # so that the abort is not acknowledged
+        until_sync(lambda: not client.health(timeout=0.3))
         with pytest.raises(KeyboardInterrupt):
             with interrupting(lambda: client.statistics().live_requests):
                 with interrupting(lambda: client.statistics().aborting_requests):
                     client.generate([0], FOREVER)
+        assert len(client._portal._calls) == 1  # it still waits for the acknowledgement
+        until_sync(lambda: not client._portal._calls)
         assert client.statistics().live_requests == 0
-        assert client.call_utility.__self__ is client
-        client._portal.call_now(lambda: None)
 
 
 def test_an_interrupt_of_the_body_ends_the_engine(open_scripted: Opener, interrupting: Interrupting) -> None:
+    pids: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        with interrupting(lambda: True):
+        with interrupting(lambda: pids):
             with open_scripted() as client:
-                pid = client.health().pid
+                pids.append(client.health().pid)
                 while True:
                     time.sleep(0.01)
-    assert not is_running(pid)
+    assert not is_running(pids[0])
 
 
 def test_an_interrupt_of_the_start_ends_what_had_started(open_scripted: Opener, interrupting: Interrupting) -> None:
@@ -218,24 +215,22 @@ def test_an_interrupt_before_the_loop_runs_ends_the_start(
 def test_an_interrupt_while_the_block_is_left_comes_out_when_it_has_been(
     open_scripted: Opener, interrupting: Interrupting
 ) -> None:
-    closing = threading.Event()
-    policy = ShutdownPolicy(grace=0.5, terminate=0.1)
+    clients: list[SyncEngineClient] = []
     with pytest.raises(KeyboardInterrupt):
-        with interrupting(closing.is_set):
-            with open_scripted(shutdown=policy) as client:
+        with interrupting(lambda: clients and clients[0].health().state == "closing"):
+            with open_scripted(shutdown=ShutdownPolicy(grace=0.5, terminate=0.1)) as client:
                 pid = client.health().pid
                 client.call_utility("freeze", 60, True)
-                closing.set()
-                time.sleep(0) if client.health().state != "alive" else None
-                _leave_slowly(closing)
+                until_sync(lambda: not client.health(timeout=0.3))
+                clients.append(client)
     assert not is_running(pid)
 
 
 def test_a_script_that_is_interrupted_exits_as_python_does() -> None:
     """A plain script, without a ``__main__`` guard, whose main thread blocks in a call."""
     script = """
-        from anyengine import SamplingParams
-        from anyengine.sync_client.opening import open_sync_engine_client
+        from anyengine import EngineClosedError, SamplingParams
+        from anyengine import open_sync_engine_client
         from anyengine.testing import scripted_spec
         with open_sync_engine_client(scripted_spec(step_delay=0.01)) as client:
             print(client.health().pid, flush=True)

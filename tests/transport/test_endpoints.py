@@ -13,7 +13,8 @@ import pytest
 import zmq
 from tests.helpers import until_sync
 
-from anyengine.transport.endpoints import Endpoints, SocketDirectory, sweep_directories
+from anyengine.transport.directories import SocketDirectory, sweep_directories
+from anyengine.transport.endpoints import Endpoints
 
 
 def close(endpoints: Endpoints) -> None:

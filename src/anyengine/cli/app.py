@@ -6,6 +6,7 @@ import enum
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import secrets
 import sys
 from typing import Annotated, Any
@@ -16,6 +17,8 @@ from typer.core import TyperCommand
 from anyengine.cli import INSTALL
 from anyengine.cli.generate import Job, run
 from anyengine.cli.text import DEFAULT
+from anyengine.errors import KeysError
+from anyengine.keys import ConnectionKeys
 from anyengine.types import SamplingParams
 
 app: typer.Typer = typer.Typer(
@@ -93,6 +96,30 @@ def generate(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(run(Job(model, prompt, sampling, chat), backend.value))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+def engine(
+    words: Annotated[list[str] | None, typer.Argument(metavar="SPEC [NAME=VALUE]... --connect ADDRESS")] = None,
+) -> None:
+    """Run an engine that clients attach to; `anyengine engine --help` says how."""
+    # In place of this process, so that the engine's loads nothing of the client, and whoever started it holds its pid.
+    os.execv(sys.executable, [sys.executable, "-m", "anyengine.engine.attach", *(words or ["--help"])])  # noqa: S606
+
+
+@app.command()
+def keys(
+    file: Annotated[pathlib.Path, typer.Argument(help="Where to write them; there must be no such file yet.")],
+) -> None:
+    """Make the keys by which a client and engines started by hand recognize each other.
+
+    Copy the file to the engine's machine as you would copy a private key, and give it to both sides.
+    """
+    try:
+        ConnectionKeys.generate().save(file)
+    except KeysError as error:
+        sys.exit(f"anyengine: {error}")
+    typer.echo(f"{file} is written; both sides need it, and nobody else may have it")
 
 
 def _model_and_prompt(texts: list[str]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -43,9 +44,9 @@ class EngineClient(EngineUtilities):
     def health(self, timeout: float = 2.0) -> Health:
         """Whether the engine is alive, unresponsive, restarting, closing, closed or dead; never blocks.
 
-        It is unresponsive when it has not answered for ``timeout`` seconds, or has requests and made no step for as
-        long. That is not death: a long step or a stopped process may go on. The engine is asked twice a second, so an
-        answer is that much older than the truth at most.
+        It is unresponsive when it has not answered for ``timeout`` seconds, or has requests, is not paused, and made
+        no step for as long. That is not death: a long step or a stopped process may go on. The engine is asked twice a
+        second, so an answer is that much older than the truth at most.
 
         :raises ValueError: if ``timeout`` is not a positive number
         """
@@ -240,6 +241,19 @@ class EngineClient(EngineUtilities):
             return call.take()
         except EngineError as error:
             raise self._session.told(error) from error.__cause__
+
+    async def connect_client(self, address: str, *, keys: str | os.PathLike[str] | None = None) -> None:
+        """Let another client share this engine: the one that listens at ``address``, now or whenever there is one.
+
+        That is a client opened with ``open_engine_client(address=...)``, in this process or another. Each gets the
+        outputs of its own requests; if one leaves or dies, its requests are aborted and the others notice nothing.
+
+        :param keys: the file of keys that it has, on the engine's machine
+        :raises UtilityError: if the address is malformed or the keys cannot be used
+        :raises EngineDeadError: if the engine is dead
+        :raises EngineClosedError: if the client is closed
+        """
+        await self.call_utility("connect_client", address, None if keys is None else os.fspath(keys))
 
     def _prepare(
         self,

@@ -21,12 +21,15 @@ Clock = Callable[[], float]
 
 
 class EngineLink:
-    """The state of one life of one engine. ``clock`` counts seconds and never goes back."""
+    """The state of one life of one engine. ``clock`` counts seconds and never goes back.
 
-    def __init__(self, rank: int, handles: Iterator[int], clock: Clock) -> None:
+    ``token`` is what HELLO must prove to have; ``identity`` is how the ROUTER names the connection on which it did.
+    """
+
+    def __init__(self, rank: int, handles: Iterator[int], clock: Clock, token: bytes | None) -> None:
         self.rank = rank
-        self.identity: bytes = rank.to_bytes(2, "little")
-        self.token: bytes = secrets.token_bytes(16)
+        self.identity: bytes | None = None
+        self.token: bytes = secrets.token_bytes(16) if token is None else token
         self.machine: ClientMachine[Any] = ClientMachine(
             rank=rank, token=self.token, session=secrets.randbits(64), handles=handles
         )
@@ -87,7 +90,7 @@ class EngineLink:
             silence = None if self._silent_since is None else self._looked_at - self._silent_since
             if silence is not None and silence >= timeout:
                 since = now - (self._silent_since or now)
-            elif self._work_since is not None:
+            elif self._work_since is not None and not self.engine_figures.get("paused"):
                 stalled_at = max(self._work_since, self._step_seen_at or 0.0)
                 if self._looked_at - stalled_at >= timeout:
                     since = now - stalled_at

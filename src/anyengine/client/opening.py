@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,28 +13,25 @@ from anyio import to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
 from anyengine.client.admission import WhenFull
-from anyengine.client.checks import check_count
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.keeper import EngineKeeper, RestartPolicy
+from anyengine.client.options import ClientOptions, OnDeath, Placement
 from anyengine.client.services import (
-    ProgressCallback,
     keep_pulse,
     read_pull,
     read_router,
     show_new_output,
     show_output,
+    watch_connections,
 )
 from anyengine.client.session import EngineSession
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits
 from anyengine.errors import EngineClosedError, EngineDeadError
-from anyengine.process.engine_thread import ThreadLauncher
+from anyengine.keys import ConnectionKeys
 from anyengine.process.launcher import ProcessLauncher
-from anyengine.protocol import cbor
-from anyengine.transport.endpoints import Endpoints, TransportName, sweep_directories
-from anyengine.types import EngineSpec
-
-OnDeath = Literal["notify", "cancel"]
-Placement = Literal["process", "thread"]
+from anyengine.transport.directories import sweep_directories
+from anyengine.transport.endpoints import Endpoints
+from anyengine.types import EngineSpec, ProgressCallback
 
 _START_LIMITS = StartLimits()
 _SHUTDOWN = ShutdownPolicy()
@@ -45,9 +41,11 @@ FLUSH_LIMIT = 0.5
 
 
 def open_engine_client(
-    spec: EngineSpec,
+    spec: EngineSpec | None = None,
     *,
     placement: Placement = "process",
+    address: str | None = None,
+    keys: str | os.PathLike[str] | None = None,
     on_death: OnDeath = "notify",
     on_progress: ProgressCallback | None = None,
     start_limits: StartLimits = _START_LIMITS,
@@ -58,16 +56,20 @@ def open_engine_client(
     transport: Literal["ipc", "tcp"] | None = None,
     launcher: ProcessLauncher | None = None,
 ) -> EngineClientBlock:
-    """Run an engine for the length of an ``async with`` block.
+    """Run an engine, or serve one that was started elsewhere, for the length of an ``async with`` block.
 
     The block is entered when the engine is READY. Leaving it, however that happens, ends the engine and all that it
     started. An error of the block's body comes out bare; if the body ends without one though the engine died and
     nobody was told, ``EngineDeadError`` comes out, so that a crash never goes unseen.
 
-    :param spec: which engine
+    :param spec: which engine to start; None with ``address``
     :param placement: ``"process"`` runs it in a child process, ``"thread"`` in a thread of this one: it then starts at
         once and shares this process's memory and devices, but a native crash takes this process along, and leaving the
         block waits for a step that hangs no longer than ``shutdown.grace``, then warns and leaves it behind
+    :param address: where an engine comes to that somebody else starts by ``anyengine engine SPEC --connect ADDRESS``:
+        ``tcp://HOST:PORT`` of an interface of this machine, with ``keys``, or ``ipc:///PATH``. The block is entered
+        when one has come and is READY; leaving it tells that engine so, and does not end its process
+    :param keys: a file that ``anyengine keys`` made, of which the engine has a copy
     :param on_death: ``"notify"`` fails whoever waits for the engine; ``"cancel"`` also cancels the body, and the block
         then raises ``EngineDeadError``
     :param on_progress: called in the event loop with a stage and a fraction (0.0 to 1.0, or None) while loading
@@ -82,40 +84,15 @@ def open_engine_client(
     :param launcher: which interpreter and environment a child process gets
     :raises TypeError: if an argument has the wrong type
     :raises ValueError: if an argument has an impossible value, or two contradict each other
+    :raises AddressError: if ``address`` is malformed, or TCP without keys; on entering, if it cannot be bound
+    :raises KeysError: if ``keys`` cannot be used
     :raises UnencodableError: if an argument of the engine cannot travel
     :raises EngineStartError: on entering, if the engine dies, is too slow, or is refused before it is READY
     """
-    if not isinstance(spec, EngineSpec):
-        raise TypeError(f"spec={spec!r} ({type(spec).__name__}): expected an EngineSpec")
-    for name, value, kind in (
-        ("start_limits", start_limits, StartLimits),
-        ("shutdown", shutdown, ShutdownPolicy),
-        ("restart", restart, RestartPolicy | None),
-        ("launcher", launcher, ProcessLauncher | None),
-    ):
-        if not isinstance(value, kind):
-            expected = kind.__name__ if isinstance(kind, type) else str(kind.__args__[0].__name__)
-            raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a {expected}")
-    _check_choice("placement", placement, "process", "thread")
-    _check_choice("on_death", on_death, "notify", "cancel")
-    _check_choice("when_full", when_full, "refuse", "wait")
-    if max_requests is not None:
-        check_count("max_requests", max_requests)
-    if transport is not None:
-        _check_choice("transport", transport, "ipc", "tcp")
-    if placement == "thread" and (transport is not None or launcher is not None):
-        given = "launcher" if transport is None else "transport"
-        raise ValueError(f"placement='thread' and {given}: a {given} is for an engine in a process")
-    if on_death == "cancel" and restart is not None:
-        raise ValueError("on_death='cancel' ends the block at the first death, after which restart has nothing to do")
-    if on_progress is not None and not callable(on_progress):
-        raise TypeError(f"on_progress={on_progress!r}: expected a callable of stage and fraction, or None")
-    if inspect.iscoroutinefunction(on_progress):
-        raise TypeError(f"on_progress={on_progress!r}: expected a function that is not async")
-    cbor.pack(spec.arguments, [], path="EngineSpec.arguments")
-    options = _Options(
-        transport="inproc" if placement == "thread" else transport or "ipc",
-        launcher=launcher or ProcessLauncher(),
+    options = ClientOptions(
+        placement=placement,
+        address=address,
+        keys=None if keys is None else ConnectionKeys.load(keys),
         on_death=on_death,
         on_progress=on_progress,
         start_limits=start_limits,
@@ -123,26 +100,11 @@ def open_engine_client(
         restart=restart,
         max_requests=max_requests,
         when_full=when_full,
+        transport=transport,
+        launcher=launcher,
     )
+    options.check_spec(spec)
     return EngineClientBlock(spec, options)
-
-
-def _check_choice(name: str, value: object, *choices: str) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    transport: TransportName
-    launcher: ProcessLauncher
-    on_death: OnDeath
-    on_progress: ProgressCallback | None
-    start_limits: StartLimits
-    shutdown: ShutdownPolicy
-    restart: RestartPolicy | None
-    max_requests: int | None
-    when_full: WhenFull
 
 
 class EngineClientBlock:
@@ -151,7 +113,7 @@ class EngineClientBlock:
     A class and not a generator: if a loop ends without leaving the block, no generator is finalized in a foreign task.
     """
 
-    def __init__(self, spec: EngineSpec, options: _Options) -> None:
+    def __init__(self, spec: EngineSpec | None, options: ClientOptions) -> None:
         self._spec = spec
         self._options = options
         self._entered = False
@@ -167,11 +129,23 @@ class EngineClientBlock:
         await to_thread.run_sync(sweep_directories, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         # Without a thread, though it takes a millisecond: a native cancellation could separate us from the result.
         options = self._options
-        endpoints = Endpoints(options.transport)
-        launcher = ThreadLauncher(endpoints.context) if options.transport == "inproc" else options.launcher
-        self._session = EngineSession(endpoints, options.max_requests, options.when_full)
+        endpoints = Endpoints(options.sockets, address=options.address, keys=options.keys)
+        self._session = EngineSession(
+            endpoints,
+            options.max_requests,
+            options.when_full,
+            spec=self._spec,
+            token=options.token,
+            on_progress=options.on_progress,
+        )
         self._session.waits_for_restart = options.restart is not None and options.restart.while_down == "wait"
-        self._keeper = EngineKeeper(self._session, launcher, options.start_limits, options.restart, self._cancel_body)
+        self._keeper = EngineKeeper(
+            self._session,
+            options.make_launcher(endpoints.context),
+            options.start_limits,
+            options.restart,
+            self._cancel_body,
+        )
         self._group = anyio.create_task_group()
         self._services_scope = anyio.CancelScope(shield=True)
         self._services_ended: anyio.Event | None = None
@@ -222,9 +196,11 @@ class EngineClientBlock:
         with self._services_scope, self._while_serving():
             async with anyio.create_task_group() as services:
                 services.start_soon(read_pull, self._session)
-                services.start_soon(read_router, self._session, self._spec, self._options.on_progress)
+                services.start_soon(read_router, self._session)
                 services.start_soon(keep_pulse, self._session)
                 services.start_soon(show_output, self._session)
+                if (connections := self._session.endpoints.connections) is not None:
+                    services.start_soon(watch_connections, self._session, connections)
                 task_status.started(services)
                 await anyio.sleep_forever()
 

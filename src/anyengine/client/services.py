@@ -7,21 +7,25 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import anyio
+import zmq
 from anyio import to_thread
 from anyio.lowlevel import checkpoint
+from zmq.utils.monitor import parse_monitor_message
 
 from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
 from anyengine.errors import ProtocolError
+from anyengine.process.remote_engine import RemoteEngine
 from anyengine.protocol.client_events import (
     CallAnswered,
     ClientState,
     DeathAnnounced,
     Event,
+    GoodbyeReceived,
     HelloReceived,
     PongReceived,
     ProgressReceived,
@@ -31,7 +35,7 @@ from anyengine.protocol.client_events import (
     VersionError,
 )
 from anyengine.protocol.messages import MessageLostError
-from anyengine.types import EngineSpec
+from anyengine.transport.sockets import Socket
 
 logger: logging.Logger = logging.getLogger("anyengine")
 
@@ -48,9 +52,6 @@ PULSE = 0.5
 
 UNREACHABLE_LIMIT = 1.0
 """Seconds for which a live process may be without its socket."""
-
-ProgressCallback = Callable[[str, float | None], None]
-FailEngine = Callable[[str], None]
 
 
 def read_outputs(session: EngineSession, seconds: float = READ_SLICE) -> bool:
@@ -95,6 +96,8 @@ def _handle(session: EngineSession, event: Event[Any]) -> None:
     elif isinstance(event, DeathAnnounced):
         link.death_message = event.message
         link.announced.set()
+    elif isinstance(event, GoodbyeReceived) and isinstance(link.host, RemoteEngine):
+        link.host.end("goodbye")
 
 
 def _refuse(session: EngineSession, error: ProtocolError) -> None:
@@ -114,51 +117,94 @@ async def read_pull(session: EngineSession) -> None:
     await session.endpoints.pull.serve(functools.partial(read_outputs, session))
 
 
-async def read_router(session: EngineSession, spec: EngineSpec, on_progress: ProgressCallback | None) -> None:
+async def read_router(session: EngineSession) -> None:
     """Own the ROUTER socket: the handshake comes here, and whatever strangers send."""
     router = session.endpoints.router
     while True:
         await router.wait_readable()
         for _ in range(100):
-            frames = router.receive_nowait()
-            if frames is None:
+            if (frames := router.receive_nowait()) is None:
                 break
-            try:
-                _handshake(session, frames, spec, on_progress)
-            except VersionError as error:
-                session.link.fail(str(error))
-            except ProtocolError as error:
-                _refuse(session, error)
+            _take_handshake(session, frames)
         await checkpoint()
 
 
-def _handshake(
-    session: EngineSession,
-    frames: Sequence[bytes | memoryview],
-    spec: EngineSpec,
-    on_progress: ProgressCallback | None,
-) -> None:
+def take_early_hello(session: EngineSession) -> None:
+    """Answer an engine that came before this client was ready for it."""
+    if session.early_hello is not None:
+        frames, session.early_hello = session.early_hello, None
+        _take_handshake(session, frames)
+
+
+def _take_handshake(session: EngineSession, frames: Sequence[bytes | memoryview]) -> None:
+    try:
+        _handshake(session, frames)
+    except VersionError as error:
+        session.link.fail(str(error))
+    except ProtocolError as error:
+        _refuse(session, error)
+
+
+def _handshake(session: EngineSession, frames: Sequence[bytes | memoryview]) -> None:
     link = session.link
-    if frames[0] != link.identity:
-        raise ProtocolError(f"a stranger on the request socket calls itself {bytes(frames[0])[:16]!r}")
-    event = link.machine.receive(frames[1:])
+    identity, message = bytes(frames[0]), frames[1:]
+    if identity != link.identity and (link.host is None or link.machine.state is not ClientState.CONNECTING):
+        # An engine that comes by itself may come while the life before it is being cleared away.
+        if not link.machine.recognizes(message):
+            raise ProtocolError(f"a stranger on the request socket calls itself {identity[:16]!r}")
+        session.early_hello = frames
+        return
+    event = link.machine.receive(message)
     if isinstance(event, HelloReceived):
+        link.identity = identity
+        if isinstance(link.host, RemoteEngine):
+            link.host.greeted(event.pid)
         link.phase = "load"
+        spec = session.spec
         session.send(
-            link.machine.init(output_address=session.endpoints.output_address, path=spec.path, arguments=spec.arguments)
+            link.machine.init(
+                output_address=session.endpoints.output_address,
+                path=None if spec is None else spec.path,
+                arguments={} if spec is None else spec.arguments,
+            )
         )
         link.greeted.set()
     elif isinstance(event, ProgressReceived):
         link.extend_start_limit()
-        if on_progress is not None:
+        if session.on_progress is not None:
             try:
-                on_progress(event.stage, event.fraction)
+                session.on_progress(event.stage, event.fraction)
             except BaseException as error:  # the application's own error: it ends the start, not this reader
                 link.callback_error = error
                 link.ready.set()
     elif isinstance(event, ReadyReceived):
         link.info = event.info
         link.ready.set()
+
+
+async def watch_connections(session: EngineSession, connections: Socket) -> None:
+    """Follow the connections to the request socket, where engines that somebody else starts come and go."""
+    open_connections = 0
+    while True:
+        await connections.wait_readable()
+        while (frames := connections.receive_nowait()) is not None:
+            what = zmq.Event(int(parse_monitor_message(list(map(bytes, frames)))["event"]))
+            if what is zmq.Event.HANDSHAKE_SUCCEEDED:
+                open_connections += 1
+            elif what is zmq.Event.DISCONNECTED:
+                open_connections = max(0, open_connections - 1)
+                _look_for_engine(session, open_connections)
+            else:
+                logger.warning("a peer without the right keys was refused at %s", session.endpoints.input_address)
+
+
+def _look_for_engine(session: EngineSession, open_connections: int) -> None:
+    """A connection has ended: see whether it was the engine's."""
+    link = session.link
+    if link.machine.state is ClientState.SERVING:
+        session.send(link.machine.ping())  # which tells at once if the engine cannot be reached any more
+    if open_connections == 0 and link.identity is not None and isinstance(link.host, RemoteEngine):
+        link.host.end("lost")
 
 
 async def keep_pulse(session: EngineSession) -> None:
@@ -190,12 +236,10 @@ async def show_output(session: EngineSession) -> None:
 
 async def show_new_output(session: EngineSession) -> None:
     """Pass on what is there now."""
-    host = session.link.host
-    if host is None or host.output is None:
-        return
     # Whoever closes waits for what another task is passing on at that moment.
     async with session.showing:
-        while text := host.output.read_new():
+        host = session.link.host
+        while host is not None and host.output is not None and (text := host.output.read_new()):
             await to_thread.run_sync(_write, text, abandon_on_cancel=True, limiter=session.limiter)
 
 

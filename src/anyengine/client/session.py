@@ -17,10 +17,11 @@ from anyengine.client.link import EngineLink
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.waiters import ErrorFactory, OutputQueue
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError, RequestError
+from anyengine.process.remote_engine import RemoteEngine
 from anyengine.protocol.client_events import ClientState, StepReceived
 from anyengine.protocol.requests import Frames
 from anyengine.transport.endpoints import Endpoints
-from anyengine.types import SamplingParams
+from anyengine.types import EngineSpec, ProgressCallback, SamplingParams
 
 E = TypeVar("E", bound=EngineError)
 
@@ -32,16 +33,29 @@ wait for two; the tokens that come meanwhile are read together."""
 class EngineSession:
     """One client's engine, from the start of its process to its end."""
 
-    def __init__(self, endpoints: Endpoints, max_requests: int | None, when_full: WhenFull) -> None:
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        max_requests: int | None,
+        when_full: WhenFull,
+        *,
+        spec: EngineSpec | None,
+        token: bytes | None,
+        on_progress: ProgressCallback | None,
+    ) -> None:
         self.endpoints = endpoints
+        self.spec = spec
+        self.on_progress = on_progress
+        self.early_hello: Sequence[bytes | memoryview] | None = None
+        self._token = token
         self._handles = itertools.count()  # of all lives, so that a handle names one request
-        self.link: EngineLink = EngineLink(0, self._handles, time.monotonic)
+        self.link: EngineLink = EngineLink(0, self._handles, time.monotonic, token)
         self.queue: OutputQueue = OutputQueue()
         self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
         # Not the loop's own limiter: what the application does in threads must not keep an engine from being ended.
         self.limiter: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
         self.showing: anyio.Lock = anyio.Lock()
-        self.ending = False  # the engine has ended; its last outputs are being read
+        self.ending: bool = False  # the engine has ended; its last outputs are being read
         self.closing = False
         self.closed = False
         self.death_told: bool = False
@@ -176,6 +190,7 @@ class EngineSession:
 
     def send(self, frames: Frames) -> list[zmq.MessageTracker]:
         """Send a message to the engine, at once and without waiting; the trackers of large frames."""
+        assert self.link.identity is not None
         try:
             trackers = self.endpoints.router.send([self.link.identity, *frames])
         except zmq.ZMQError as error:
@@ -188,6 +203,7 @@ class EngineSession:
 
     def send_copied(self, frames: Frames) -> None:
         """Send a message of which ZeroMQ takes copies."""
+        assert self.link.identity is not None
         try:
             self.endpoints.router.send_copied([self.link.identity, *frames])
         except zmq.ZMQError as error:
@@ -198,6 +214,8 @@ class EngineSession:
             raise error
         # The engine's socket is gone. Its death, which tells everybody, is a moment away; should its process live on,
         # the supervisor ends it.
+        if isinstance(self.link.host, RemoteEngine):
+            self.link.host.end("lost")
         if self.link.unreachable_since is None:
             self.link.unreachable_since = time.monotonic()
 
@@ -274,7 +292,7 @@ class EngineSession:
     def renew(self) -> None:
         """Begin the engine's next life. What is known of the engine stays, until it says it anew."""
         info = self.link.info
-        self.link = EngineLink(self.link.rank, self._handles, time.monotonic)
+        self.link = EngineLink(self.link.rank, self._handles, time.monotonic, self._token)
         self.link.info = info
         self.ending = False
         self.death_told = False

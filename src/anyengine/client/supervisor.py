@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from anyengine.client.checks import check_seconds
-from anyengine.client.services import LAST_READ_SLICE, read_outputs
+from anyengine.client.services import LAST_READ_SLICE, read_outputs, take_early_hello
 from anyengine.client.session import EngineSession
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
 from anyengine.process.host import EngineHost, Launcher
@@ -105,6 +105,7 @@ class Supervisor:
         host = await self._launch()
         link.phase = "hello"
         group.start_soon(self._watch, host)
+        take_early_hello(self._session)
         await self._await_step(link.greeted, limits.hello, "HELLO", "start_limits.hello")
         await self._await_step(link.ready, limits.silence, "READY or progress report", "start_limits.silence")
         link.phase = "serve"

@@ -47,6 +47,7 @@ class SchedulerControl:
     :param release: called with handles of live requests that were aborted, to give each its last row
     :param refuse: called with the handle of a request that was held, and the exception with which the engine then
         refused it, to give it its last row
+    :param more: utilities of whoever runs the engine
     :param can_wait: whether the engine is stepped while somebody waits for the answer of a utility
     :raises TypeError: if the engine overrides one of ``sleep`` and ``wake_up`` alone, or has a utility with the name of
         one that every engine has
@@ -60,20 +61,22 @@ class SchedulerControl:
         release: Callable[[Sequence[int]], None],
         refuse: Callable[[int, Exception], None],
         can_wait: bool,
+        more: Mapping[str, Callable[..., Any]],
     ) -> None:
         common = utilities_of(type(self))
         if not can_sleep(type(core)):
             common = [name for name in common if name not in _SLEEP_UTILITIES]
         own = utilities_of(type(core))
-        if clash := [name for name in own if name in common]:
+        if clash := [name for name in own if name in common or name in more]:
             raise TypeError(f"{type(core).__name__} marks {clash[0]!r} as a utility, which every engine has already")
         self.core = core
         self.state: SchedulerState = SchedulerState.RUNNING
-        self.broken = False
+        self.broken: bool = False
         self.has_work: Callable[[], bool] = core.has_work
         self.step: Callable[[], StepOutputs | None] = core.step
         self._utilities: dict[str, Callable[..., Any]] = {
             **{name: getattr(self, name) for name in common},
+            **more,
             **{name: getattr(core, name) for name in own},
         }
         self.info: EngineInfo = dataclasses.replace(core.describe(), utilities=sorted(self._utilities))

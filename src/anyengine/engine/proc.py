@@ -1,4 +1,4 @@
-"""``EngineCoreProc``: the loop that runs an engine. One thread: drain the DEALER, step, send; block when idle.
+"""``EngineCoreProc``: the loop that runs an engine. One thread: take in messages, step, send; block when idle.
 
 ZeroMQ's own I/O threads do the I/O, so there are no queues, locks or Python threads here.
 """
@@ -8,18 +8,20 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
 
-from anyengine import frames
+from anyengine.addresses import check_address
+from anyengine.engine.connection import ClientConnection
 from anyengine.engine.control import SchedulerControl, SchedulerState
 from anyengine.engine.core import Deferred, EngineCore, EngineRequest
 from anyengine.engine.failures import describe_failure, message_of
+from anyengine.engine.sharing import LiveHandles, split, split_outputs
 from anyengine.errors import ProtocolError, RequestError, UnencodableError
+from anyengine.keys import ConnectionKeys
 from anyengine.protocol import engine_machine as machine
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.messages import MessageLostError
@@ -39,31 +41,38 @@ STAY_AWAKE = 0.0002
 """Seconds for which an engine without work looks for messages before it sleeps: to wake a thread on an idle processor
 takes longer than all the rest of a round trip, and whoever has just been answered often has the next thing to ask."""
 
-GOODBYE_LINGER = 2000
-"""Milliseconds for which the last messages may wait to be read when the process ends."""
-
 
 class Terminated(SystemExit):
     """SIGTERM came: the process ends in good order, wherever it is."""
 
 
 class EngineCoreProc:
-    """Runs one engine for one client until the client ends it.
+    """Runs one engine for its clients.
 
-    :param bootstrap: how the client is reached
+    The client that launched the engine, if one did, decides when it ends; others share it and come and go.
+
+    :param owner: how the client is reached that launched the engine; it says in INIT what to build
     :param context: the ZeroMQ context to use; it stays open
+    :param rank: the engine's number, where nobody launched it
+    :param engine: the engine itself, loaded, where nobody launched it: then it runs until a signal ends it
     :param stay_awake: seconds for which an engine without work looks for messages before it sleeps; 0 where that would
         keep other threads of the process from running
     """
 
     def __init__(
-        self, bootstrap: Bootstrap, context: zmq.Context[zmq.Socket[bytes]], *, stay_awake: float = STAY_AWAKE
+        self,
+        owner: Bootstrap | None,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        rank: int = 0,
+        engine: EngineCore | None = None,
+        stay_awake: float = STAY_AWAKE,
     ) -> None:
-        self._bootstrap = bootstrap
         self._context = context
-        self._protocol = machine.EngineMachine(rank=bootstrap.rank, token=bootstrap.token)
-        self._dealer = self._socket(zmq.DEALER, linger=0)
-        self._push: zmq.Socket[bytes] | None = None
+        self._rank = rank if owner is None else owner.rank
+        self._owner = None if owner is None else ClientConnection(owner, context, slot=0, lasting=False)
+        self._connections: list[ClientConnection] = [] if self._owner is None else [self._owner]
+        self._engine = engine
         self._steps = 0
         self._stats_sent_at = 0.0
         self._stats_due = False
@@ -74,69 +83,87 @@ class EngineCoreProc:
         self._ending: ShutdownMode | None = None
 
     def run(self) -> None:
-        """Greet, load, serve, end. Returns when the client has ended the engine in good order.
+        """Greet, load, serve, end. Returns when the owner has ended the engine in good order.
 
         :raises Exception: what the engine's constructor, ``load`` or ``step`` raised; then :meth:`announce_death`
         """
-        self._dealer.setsockopt(zmq.IDENTITY, self._bootstrap.rank.to_bytes(2, "little"))
-        self._dealer.connect(self._bootstrap.address)
-        self._dealer.send_multipart(self._protocol.hello(os.getpid()))
-        control = self._load(self._await_init())
+        core = self._engine or self._load_for_owner()
+        control = SchedulerControl(
+            core,
+            live=LiveHandles(self._connections),
+            release=self._release,
+            refuse=self._refuse,
+            can_wait=True,
+            more={"connect_client": self.connect_client},
+        )
+        if self._owner is not None:
+            self._owner.say_ready(control.info)
         try:
             self._serve(control)
         finally:
-            control.core.shutdown()
+            core.shutdown()
+        for connection in self._connections:
+            if connection is not self._owner:
+                connection.say_goodbye()
         self.close()
 
     def close(self) -> None:
         """Close the sockets, giving messages already handed over a moment to leave."""
-        self._dealer.close()
-        if self._push is not None:
-            self._push.close()
+        for connection in self._connections:
+            connection.close()
 
     def announce_death(self, error: BaseException) -> None:
-        """Tell the client of what this engine dies, if it can be told."""
-        if self._push is not None and self._protocol.state is not machine.EngineState.DEAD:
-            self._push.send_multipart(self._protocol.dead(*describe_failure(error)))
+        """Tell the clients of what this engine dies, if they can be told."""
+        for connection in self._connections:
+            connection.say_dead(*describe_failure(error))
+        self.close()
+
+    def say_goodbye(self) -> None:
+        """Leave all clients in good order, without being told to."""
+        for connection in self._connections:
+            connection.say_goodbye()
         self.close()
 
     # ---- starting ----
 
-    def _socket(self, kind: int, *, linger: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, linger)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        keys = self._bootstrap.keys
-        if keys is not None:
-            socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
-            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
-            socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-        return socket
+    def _load_for_owner(self) -> EngineCore:
+        owner = self._owner
+        assert owner is not None
+        owner.greet()
+        while not isinstance(init := owner.receive(), machine.InitReceived):
+            pass
+        owner.open_outputs(init)
+        core = build_engine(init.path or "", init.arguments)
+        core.load(owner.say_progress)
+        return core
 
-    def _await_init(self) -> machine.InitReceived:
-        while True:
-            event = self._protocol.receive(frames.receive(self._dealer))
-            if isinstance(event, machine.InitReceived):
-                return event
+    def connect_client(self, address: str, keys: str | None = None) -> None:
+        """Let the client share this engine that listens at ``address``, now or whenever there is one.
 
-    def _load(self, init: machine.InitReceived) -> SchedulerControl:
-        self._push = self._socket(zmq.PUSH, linger=GOODBYE_LINGER)
-        self._push.connect(init.output_address)
-        module, _, name = init.path.partition(":")
-        engine_class = getattr(importlib.import_module(module), name)
-        if not (isinstance(engine_class, type) and issubclass(engine_class, EngineCore)):
-            raise TypeError(f"{init.path} is not a subclass of anyengine.engine.EngineCore")
-        core = engine_class(**init.arguments)
-        core.load(self._report_progress)
-        control = SchedulerControl(
-            core, live=self._protocol.live, release=self._release, refuse=self._refuse, can_wait=True
+        Nothing happens if that was said before.
+
+        :param keys: the file of keys that it has too
+        :raises AddressError: if the address is malformed, or is TCP without keys
+        :raises KeysError: if the keys cannot be used
+        """
+        loaded = None if keys is None else ConnectionKeys.load(keys)
+        check_address(address, keys=loaded is not None)
+        if any(connection.lasting and connection.address == address for connection in self._connections):
+            return
+        slots = {connection.slot for connection in self._connections}
+        slot = next((slot for slot in range(256) if slot not in slots), None)
+        if slot is None:
+            raise RuntimeError("an engine can have 256 clients, and has them")
+        bootstrap = Bootstrap(
+            address,
+            self._rank,
+            b"" if loaded is None else loaded.token_bytes,
+            None if loaded is None else loaded.for_engine,
+            [],
         )
-        self._dealer.send_multipart(self._protocol.ready(control.info))
-        return control
-
-    def _report_progress(self, stage: str, fraction: float | None = None) -> None:
-        self._dealer.send_multipart(self._protocol.progress(stage, fraction))
+        connection = ClientConnection(bootstrap, self._context, slot=slot, lasting=True)
+        self._connections.append(connection)
+        connection.greet()
 
     # ---- serving ----
 
@@ -147,38 +174,63 @@ class EngineCoreProc:
                 continue
             if self._stats_due or control.state is not self._state_told:
                 self._send_stats(control)
-            self._receive(control, wait=True)
+            self._await_input()
+            self._receive(control)
         if self._ending == "drain":
             # A paused engine has no work: what it holds and keeps is aborted.
-            while self._protocol.live and control.has_work():
+            while LiveHandles(self._connections) and control.has_work():
                 self._work(control)
-        control.abort_requests(list(self._protocol.live))
+        for connection in self._connections:
+            control.abort_requests(connection.live)
 
-    def _receive(self, control: SchedulerControl, *, wait: bool = False) -> None:
-        """Take in all that has come; with ``wait``, at least one message."""
-        if wait:
-            sleep_at = time.perf_counter() + self._stay_awake
-            while not frames.has_input(self._dealer) and time.perf_counter() < sleep_at:
-                pass
-        while wait or frames.has_input(self._dealer):
-            message = frames.receive(self._dealer) if wait else frames.receive_nowait(self._dealer)
-            wait = False
-            try:
-                event = self._protocol.receive(message)
-            except MessageLostError:
-                raise
-            except ProtocolError as error:
-                logger.warning("engine %d ignored a message: %s", self._bootstrap.rank, error)
-                continue
-            if event is not None:
-                self._handle(control, event)
+    def _await_input(self) -> None:
+        """Return when a message may wait: after a moment of looking, sleep until then."""
+        connections = self._connections
+        sleep_at = time.perf_counter() + self._stay_awake
+        while True:
+            for connection in connections:
+                if connection.has_input():
+                    return
+            if time.perf_counter() >= sleep_at:
+                break
+        zmq.zmq_poll([(socket, zmq.POLLIN) for connection in connections for socket in connection.sockets])
 
-    def _handle(self, control: SchedulerControl, event: machine.Event) -> None:
-        protocol = self._protocol
+    def _receive(self, control: SchedulerControl) -> None:
+        """Take in all that has come."""
+        for connection in tuple(self._connections):
+            while connection.has_input():
+                try:
+                    event = connection.receive()
+                except MessageLostError:
+                    raise
+                except ProtocolError as error:
+                    logger.warning("engine %d ignored a message: %s", self._rank, error)
+                    continue
+                if event is not None:
+                    self._handle(control, connection, event)
+            if connection.lasting:
+                self._look_after(control, connection)
+
+    def _look_after(self, control: SchedulerControl, connection: ClientConnection) -> None:
+        """See whether a client that comes and goes has gone, or may go now."""
+        if connection.has_lost_client():
+            if connection.is_served:
+                logger.info("the client at %s has gone", connection.address)
+            control.abort_requests(connection.live)
+            connection.greet()
+        elif connection.draining and not (connection.machine.live and control.has_work()):
+            # The next HELLO comes when this client has closed its sockets, and is for the one after it.
+            logger.info("the client at %s has left", connection.address)
+            control.abort_requests(connection.live)
+            connection.draining = False
+            connection.say_goodbye()
+
+    def _handle(self, control: SchedulerControl, connection: ClientConnection, event: machine.Event) -> None:
+        protocol = connection.machine
         match event:
             case machine.RequestReceived(message):
                 request = EngineRequest(
-                    handle=message.handle,
+                    handle=connection.internal(message.handle),
                     prompt_token_ids=message.prompt_token_ids,
                     prompt_embeds=message.prompt_embeds,
                     sampling=message.sampling,
@@ -187,29 +239,34 @@ class EngineCoreProc:
                 try:
                     control.add_request(request)
                 except Exception as error:
-                    self._refuse(message.handle, error)
+                    self._refuse(request.handle, error)
             case machine.RequestMalformed(handle, problem):
-                self._send(protocol.refuse(self._steps, handle, problem))
+                connection.send(protocol.refuse(self._steps, handle, problem))
             case machine.AbortReceived(handles):
-                control.abort_requests(handles)
+                control.abort_requests([connection.internal(handle) for handle in handles])
             case machine.CallReceived(call_id, method, args):
-                self._call(control, call_id, method, args)
+                self._call(control, connection, call_id, method, args)
             case machine.CallMalformed(call_id, problem):
-                self._send(protocol.answer(call_id, None, ("ProtocolError", problem, None)))
+                connection.send(protocol.answer(call_id, None, ("ProtocolError", problem, None)))
             case machine.PingReceived():
-                self._send(protocol.pong(self._steps))
+                connection.send(protocol.pong(self._steps))
             case machine.ShutdownReceived(mode):
-                self._ending = mode
+                if connection is self._owner:
+                    self._ending = mode
+                else:
+                    if mode == "abort":
+                        control.abort_requests(connection.live)
+                    connection.draining = True
             case machine.InitReceived():
-                raise AssertionError("the protocol takes INIT once")
-
-    def _send(self, message: Sequence[bytes | bytearray | memoryview]) -> None:
-        assert self._push is not None
-        frames.send_copied(self._push, message)
+                logger.info("a client came to %s", connection.address)
+                connection.open_outputs(event)
+                connection.say_ready(control.info)
 
     def _release(self, handles: Sequence[int]) -> None:
         self._stats_due = True
-        self._send(self._protocol.release(self._steps, handles))
+        for connection, own in split(self._connections, handles):
+            if connection.is_served:
+                connection.send(connection.machine.release(self._steps, own))
 
     def _refuse(self, handle: int, error: Exception) -> None:
         if isinstance(error, RequestError):
@@ -218,10 +275,13 @@ class EngineCoreProc:
             kind, message, text = describe_failure(error)
             logger.warning("request %d failed in add_request:\n%s", handle, text)
             problem = f"{kind}: {message}"
-        self._send(self._protocol.refuse(self._steps, handle, problem))
+        for connection, (own,) in split(self._connections, [handle]):
+            connection.send(connection.machine.refuse(self._steps, own, problem))
 
-    def _call(self, control: SchedulerControl, call_id: int, method: str, args: Sequence[Any]) -> None:
-        answer = functools.partial(self._answer, call_id)
+    def _call(
+        self, control: SchedulerControl, connection: ClientConnection, call_id: int, method: str, args: Sequence[Any]
+    ) -> None:
+        answer = functools.partial(self._answer, connection, connection.machine, call_id)
         try:
             value = control.call(method, args)
         except Terminated:
@@ -236,19 +296,36 @@ class EngineCoreProc:
         else:
             answer(value, None)
 
-    def _answer(self, call_id: int, value: Any, error: BaseException | None) -> None:
+    def _answer(
+        self,
+        connection: ClientConnection,
+        protocol: machine.EngineMachine,
+        call_id: int,
+        value: Any,
+        error: BaseException | None,
+    ) -> None:
+        if connection.machine is not protocol or not connection.is_served:
+            return  # the client that called has gone
         if error is None:
             try:
-                self._send(self._protocol.answer(call_id, value))
+                connection.send(protocol.answer(call_id, value))
                 return
             except UnencodableError as refused:
                 failure = type(refused).__name__, str(refused), None
         else:
             failure = describe_failure(error)
-        self._send(self._protocol.answer(call_id, None, failure))
+        connection.send(protocol.answer(call_id, None, failure))
 
     def _work(self, control: SchedulerControl) -> None:
-        self._step(control)
+        outputs = control.step()
+        self._steps += 1
+        if outputs is not None and len(outputs):
+            if len(self._connections) == 1:
+                self._send_outputs(control, self._connections[0], outputs)
+            else:
+                for connection, own in split_outputs(self._connections, outputs):
+                    self._send_outputs(control, connection, own)
+        self._stats_due = True
         now = time.monotonic()
         if now >= self._look_at:
             self._receive(control)
@@ -256,18 +333,18 @@ class EngineCoreProc:
         if now - self._stats_sent_at >= STATS_INTERVAL:
             self._send_stats(control)
 
-    def _step(self, control: SchedulerControl) -> None:
-        outputs = control.step()
-        self._steps += 1
-        if outputs is not None and len(outputs):
-            try:
-                message = self._protocol.outputs(self._steps, outputs)
-            except UnencodableError:
-                message = self._protocol.outputs(self._steps, self._replace_unencodable(control, outputs))
-            self._send(message)
-        self._stats_due = True
+    def _send_outputs(self, control: SchedulerControl, connection: ClientConnection, outputs: StepOutputs) -> None:
+        if not connection.is_served:
+            return
+        try:
+            message = connection.machine.outputs(self._steps, outputs)
+        except UnencodableError:
+            message = connection.machine.outputs(self._steps, self._replace_unencodable(control, connection, outputs))
+        connection.send(message)
 
-    def _replace_unencodable(self, control: SchedulerControl, outputs: StepOutputs) -> StepOutputs:
+    def _replace_unencodable(
+        self, control: SchedulerControl, connection: ClientConnection, outputs: StepOutputs
+    ) -> StepOutputs:
         """End the requests whose details cannot travel, so that the step's other rows can."""
         details = dict(outputs.details)
         for row, more in outputs.details.items():
@@ -275,7 +352,7 @@ class EngineCoreProc:
                 encode_details(more, [], f"outputs[{row}]")
             except UnencodableError as error:
                 if more.finish_reason is None:
-                    control.core.abort_requests([outputs.handles[row]])
+                    control.core.abort_requests([connection.internal(outputs.handles[row])])
                 details[row] = OutputDetails(finish_reason="error", error=str(error))
         return StepOutputs(outputs.handles, outputs.token_ids, outputs.counts, details)
 
@@ -284,9 +361,25 @@ class EngineCoreProc:
         self._stats_sent_at = time.monotonic()
         self._state_told = control.state
         figures = control.statistics()
-        if figures or not self._stats_were_empty:  # empty figures take back those of before
-            self._stats_were_empty = not figures
-            try:
-                self._send(self._protocol.stats(figures))
-            except UnencodableError as error:
-                logger.warning("engine %d: figures that cannot travel were dropped: %s", self._bootstrap.rank, error)
+        if not figures and self._stats_were_empty:
+            return
+        self._stats_were_empty = not figures  # empty figures take back those of before
+        for connection in self._connections:
+            if connection.is_served:
+                try:
+                    connection.send(connection.machine.stats(figures))
+                except UnencodableError as error:
+                    logger.warning("engine %d: figures that cannot travel were dropped: %s", self._rank, error)
+
+
+def build_engine(path: str, arguments: Mapping[str, Any]) -> EngineCore:
+    """An engine by its import path, ``"package.module:Class"``, not loaded yet.
+
+    :raises TypeError: if it is no engine
+    :raises Exception: what importing or constructing it raised
+    """
+    module, _, name = path.partition(":")
+    engine_class = getattr(importlib.import_module(module), name)
+    if not (isinstance(engine_class, type) and issubclass(engine_class, EngineCore)):
+        raise TypeError(f"{path} is not a subclass of anyengine.engine.EngineCore")
+    return engine_class(**arguments)

@@ -36,7 +36,7 @@ class ClientInput(enum.Enum):
     PROGRESS = "PROGRESS"
     READY = "READY"
     REPLY = "a reply"  # OUTPUTS, UTILITY_RESULT, STATS, PONG
-    DEAD_FRAME = "ENGINE_CORE_DEAD"
+    LAST_MESSAGE = "ENGINE_CORE_DEAD or GOODBYE"
     INIT = "init()"
     REQUEST = "a request"  # add(), call(), ping()
     ABORT = "abort()"
@@ -51,15 +51,15 @@ TRANSITIONS: Mapping[tuple[ClientState, ClientInput], ClientState] = {
     (_S.GREETED, _I.INIT): _S.LOADING,
     (_S.LOADING, _I.PROGRESS): _S.LOADING,
     (_S.LOADING, _I.REPLY): _S.LOADING,  # it comes on another socket than READY, and may overtake it
-    (_S.LOADING, _I.DEAD_FRAME): _S.LOADING,
+    (_S.LOADING, _I.LAST_MESSAGE): _S.LOADING,
     (_S.LOADING, _I.READY): _S.SERVING,
     (_S.SERVING, _I.REPLY): _S.SERVING,
-    (_S.SERVING, _I.DEAD_FRAME): _S.SERVING,
+    (_S.SERVING, _I.LAST_MESSAGE): _S.SERVING,
     (_S.SERVING, _I.REQUEST): _S.SERVING,
     (_S.SERVING, _I.ABORT): _S.SERVING,
     (_S.SERVING, _I.SHUTDOWN): _S.CLOSING,
     (_S.CLOSING, _I.REPLY): _S.CLOSING,
-    (_S.CLOSING, _I.DEAD_FRAME): _S.CLOSING,
+    (_S.CLOSING, _I.LAST_MESSAGE): _S.CLOSING,
     (_S.CLOSING, _I.ABORT): _S.CLOSING,
     **{(state, _I.DIED): _S.DEAD for state in _S},
 }
@@ -123,6 +123,10 @@ class DeathAnnounced(NamedTuple):
     message: Dead
 
 
+class GoodbyeReceived(NamedTuple):
+    """The engine ends in good order, though nobody here told it to."""
+
+
 Event = (
     HelloReceived
     | ProgressReceived
@@ -132,6 +136,7 @@ Event = (
     | StatsReceived
     | PongReceived
     | DeathAnnounced
+    | GoodbyeReceived
 )
 
 

@@ -18,6 +18,7 @@ from anyengine.protocol.client_events import (
     ClientState,
     DeathAnnounced,
     Event,
+    GoodbyeReceived,
     HelloReceived,
     Owner,
     PongReceived,
@@ -29,7 +30,7 @@ from anyengine.protocol.client_events import (
 )
 from anyengine.protocol.handshake import Hello, Progress
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_engine, salvage
-from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
 from anyengine.types import SamplingParams
 
@@ -58,8 +59,8 @@ class ClientMachine(Generic[Owner]):
 
     # ---- calls ----
 
-    def init(self, *, output_address: str, path: str, arguments: Mapping[str, Any]) -> Frames:
-        """Answer HELLO.
+    def init(self, *, output_address: str, path: str | None, arguments: Mapping[str, Any]) -> Frames:
+        """Answer HELLO; ``path`` is None for an engine that knows by itself what it is.
 
         :raises ProtocolError: if the engine has not said HELLO, or was answered before
         :raises UnencodableError: if an argument cannot travel
@@ -166,7 +167,9 @@ class ClientMachine(Generic[Owner]):
         if isinstance(message, Stats):
             return StatsReceived(message.figures) if self._follows(ClientInput.REPLY, message) else None
         if isinstance(message, Dead):
-            return DeathAnnounced(message) if self._follows(ClientInput.DEAD_FRAME, message) else None
+            return DeathAnnounced(message) if self._follows(ClientInput.LAST_MESSAGE, message) else None
+        if isinstance(message, Goodbye):
+            return GoodbyeReceived() if self._follows(ClientInput.LAST_MESSAGE, message) else None
         if isinstance(message, Hello):
             return self._hello(message)
         if isinstance(message, Progress):
@@ -175,13 +178,21 @@ class ClientMachine(Generic[Owner]):
         self.state = self._next(ClientInput.READY)
         return ReadyReceived(message.info)
 
+    def recognizes(self, frames: Sequence[bytes | memoryview]) -> bool:
+        """Whether a message is the HELLO of an engine that has this one's rank and token; changes nothing."""
+        try:
+            message = decode_from_engine(frames)
+        except ProtocolError:
+            return False
+        return isinstance(message, Hello) and message.rank == self.rank and message.token == self._token
+
     def _next(self, what: ClientInput) -> ClientState:
         state = TRANSITIONS.get((self.state, what))
         if state is None:
             raise ProtocolError(f"engine {self.rank}: {what.value} cannot come in state {self.state.value}")
         return state
 
-    def _follows(self, what: ClientInput, message: Outputs | UtilityResult | Stats | Pong | Dead) -> bool:
+    def _follows(self, what: ClientInput, message: Outputs | UtilityResult | Stats | Pong | Goodbye | Dead) -> bool:
         """Whether a reply belongs to this life of the engine; counts it if so."""
         if message.session != self.session:
             return False

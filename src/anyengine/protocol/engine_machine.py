@@ -10,7 +10,7 @@ from anyengine.errors import ProtocolError
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client, salvage
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
-from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
 from anyengine.types import EngineInfo
 
@@ -37,7 +37,7 @@ class EngineInput(enum.Enum):
     PROGRESS = "progress()"
     READY = "ready()"
     REPLY = "a reply"  # outputs(), answer(), stats(), pong()
-    DEAD = "dead()"
+    DEAD = "dead() or goodbye()"
     INIT = "INIT"
     REQUEST = "a request"  # ADD, UTILITY, PING
     ABORT = "ABORT"
@@ -65,10 +65,10 @@ TRANSITIONS: Mapping[tuple[EngineState, EngineInput], EngineState] = {
 
 
 class InitReceived(NamedTuple):
-    """Which engine to build."""
+    """Which engine to build; None is the one that the process was started for."""
 
     output_address: str
-    path: str
+    path: str | None
     arguments: Mapping[str, Any]
 
 
@@ -209,6 +209,11 @@ class EngineMachine:
         frames = Pong(self._session, self._sequence, steps).encode()
         self._sequence += 1
         return frames
+
+    def goodbye(self) -> Frames:
+        """The last message of an engine that ends without having been told to."""
+        self.state = self._next(EngineInput.DEAD)
+        return Goodbye(self._session, self._sequence).encode()
 
     def dead(self, exception_type: str, message: str, traceback: str) -> Frames:
         """The last message of an engine in which Python code raised."""

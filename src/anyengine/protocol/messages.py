@@ -13,18 +13,18 @@ from typing import Any, cast
 from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
 from anyengine.protocol.handshake import Hello, Progress, Ready
-from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.types import U64_MAX
 
 PROTOCOL_VERSION = 1
 
 FromClient = Add | Abort | Utility | Init | Shutdown | Ping
-FromEngine = Hello | Progress | Ready | Outputs | UtilityResult | Stats | Pong | Dead
+FromEngine = Hello | Progress | Ready | Outputs | UtilityResult | Stats | Pong | Goodbye | Dead
 
 _FROM_CLIENT: dict[bytes, type[FromClient]] = {m.KIND: m for m in (Add, Abort, Utility, Init, Shutdown, Ping)}
 _FROM_ENGINE: dict[bytes, type[FromEngine]] = {
-    m.KIND: m for m in (Hello, Progress, Ready, Outputs, UtilityResult, Stats, Pong, Dead)
+    m.KIND: m for m in (Hello, Progress, Ready, Outputs, UtilityResult, Stats, Pong, Goodbye, Dead)
 }
 
 

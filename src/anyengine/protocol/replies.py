@@ -159,6 +159,24 @@ class Pong(NamedTuple):
         return cls(*fields)
 
 
+class Goodbye(NamedTuple):
+    """The last message of an engine that ends in good order without having been told to by this client."""
+
+    KIND = b"\x35"
+
+    session: int
+    sequence: int
+
+    def encode(self) -> Frames:
+        return [self.KIND, cbor.encode_plain([self.session, self.sequence])]
+
+    @classmethod
+    def decode(cls, body: bytes, buffers: Buffers) -> Goodbye:
+        fields = expect_array("GOODBYE", cbor.decode_plain(body), 2)
+        expect_counts("GOODBYE", *fields)
+        return cls(*fields)
+
+
 class Dead(NamedTuple):
     """The engine's last message when Python code in it raised: what it can say of its own death."""
 

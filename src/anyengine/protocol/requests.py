@@ -92,14 +92,14 @@ class Utility(NamedTuple):
 
 
 class Init(NamedTuple):
-    """The answer to HELLO: which engine to build, and where its outputs go."""
+    """The answer to HELLO: which engine to build (None: what the process was started for), and where outputs go."""
 
     KIND = b"\x10"
 
     version: int
     session: int
     output_address: str
-    path: str
+    path: str | None
     arguments: Mapping[str, Any]
 
     def encode(self) -> Frames:
@@ -114,7 +114,8 @@ class Init(NamedTuple):
         expect_u64("INIT version", version)
         expect_u64("INIT session", session)
         expect_type("INIT output address", address, str)
-        expect_type("INIT path", path, str)
+        if path is not None:
+            expect_type("INIT path", path, str)
         expect_type("INIT arguments", arguments, dict)
         cbor.expect_value("INIT arguments", arguments)
         if not all(type(name) is str for name in arguments):

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from types import TracebackType
 from typing import Literal
 
 from anyengine.client.admission import WhenFull
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.keeper import RestartPolicy
-from anyengine.client.opening import EngineClientBlock, OnDeath, Placement, open_engine_client
-from anyengine.client.services import ProgressCallback
+from anyengine.client.opening import EngineClientBlock, open_engine_client
+from anyengine.client.options import OnDeath, Placement
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits
 from anyengine.errors import EngineClosedError
 from anyengine.process.launcher import ProcessLauncher
 from anyengine.sync_client.portal import Backend, Portal
 from anyengine.sync_client.sync_engine_client import SyncEngineClient
-from anyengine.types import EngineSpec
+from anyengine.types import EngineSpec, ProgressCallback
 
 _START_LIMITS = StartLimits()
 _SHUTDOWN = ShutdownPolicy()
 
 
 def open_sync_engine_client(
-    spec: EngineSpec,
+    spec: EngineSpec | None = None,
     *,
     backend: Backend = "asyncio",
     placement: Placement = "process",
+    address: str | None = None,
+    keys: str | os.PathLike[str] | None = None,
     on_death: OnDeath = "notify",
     on_progress: ProgressCallback | None = None,
     start_limits: StartLimits = _START_LIMITS,
@@ -62,6 +65,8 @@ def open_sync_engine_client(
     block = open_engine_client(
         spec,
         placement=placement,
+        address=address,
+        keys=keys,
         on_death=on_death,
         on_progress=on_progress,
         start_limits=start_limits,

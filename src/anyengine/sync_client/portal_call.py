@@ -23,7 +23,7 @@ class Latch:
     __slots__ = ("_lock", "is_set")
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.is_set: bool = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -73,9 +73,12 @@ class PortalCall(Generic[T]):
 
     async def run(self) -> None:
         """Run the function and note what comes of it; it raises nothing but a cancellation of the whole loop."""
+        if self._abandoned:
+            return  # before its first turn
         try:
             with anyio.CancelScope() as self._scope:
-                self._values.append(await self._function())
+                value = await self._function()
+                self._values.append(value)
         except anyio.get_cancelled_exc_class():
             self.close()
             raise
@@ -93,7 +96,7 @@ class PortalCall(Generic[T]):
         self._abandoned = True
         if self.done.is_set:
             return True
-        if self._scope is None:  # interrupted before it was handed over
+        if self._scope is None:  # interrupted before it was handed over, or before its first turn
             self.close()
         else:
             self._scope.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -145,7 +146,8 @@ class SyncEngineClient(BlockingEngineUtilities):
         read them from a file. Ending the iteration early, however that happens, aborts what runs.
 
         :param prompts: each prompt as token ids (u32)
-        :param max_concurrency: requests that are under way at a time
+        :param max_concurrency: requests that are under way at a time; more than the client's ``max_requests`` are
+            refused, unless they are to wait
         :raises TypeError: if an argument has the wrong type; while iterating, if a prompt has
         :raises ValueError: if ``max_concurrency`` is below 1
         :raises RequestError: if the engine does not support a sampling parameter
@@ -224,3 +226,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         Parameters and errors as :meth:`EngineClient.call_utility`.
         """
         return self._portal.call(lambda: self._client.call_utility(method, *args, timeout=timeout))
+
+    def connect_client(self, address: str, *, keys: str | os.PathLike[str] | None = None) -> None:
+        """Let another client share this engine. Parameters and errors as :meth:`EngineClient.connect_client`."""
+        self._portal.call(lambda: self._client.connect_client(address, keys=keys))

@@ -21,14 +21,16 @@ class SyncRequestStream:
     """The outputs of one request, made by ``client.stream``.
 
     Entering sends the request; leaving early, however that happens, aborts it in the engine, and so does an interrupt
-    of a call that waits. Each turn brings all that came since the last one in one output. Iteration ends after the
-    output with a ``finish_reason``; it raises :class:`RequestError` if the engine refused or failed this request, and
-    ``EngineDeadError`` if the engine died, after everything that came before. One thread at a time may iterate.
+    of a call that waits, after which there is nothing more to read. Each turn brings all that came since the last one
+    in one output. Iteration ends after the output with a ``finish_reason``; it raises :class:`RequestError` if the
+    engine refused or failed this request, and ``EngineDeadError`` if the engine died, after everything that came
+    before. One thread at a time may iterate.
     """
 
     def __init__(self, portal: Portal[Any], stream: RequestStream) -> None:
         self._portal = portal
         self._stream = stream
+        self._entered = False
 
     @property
     def request_id(self) -> str | None:
@@ -43,6 +45,7 @@ class SyncRequestStream:
         :raises EngineClosedError: if the client is closed, or this request was sent before
         """
         self._portal.call(self._stream.__aenter__, undo=self._abort)
+        self._entered = True
         return self
 
     def __exit__(
@@ -70,6 +73,9 @@ class SyncRequestStream:
         return self._call(self._stream.completion)
 
     def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+        if not self._entered:
+            raise EngineClosedError("enter the request first: with client.stream(...) as request")
+
         async def call() -> T:
             try:
                 return await function()

@@ -1,21 +1,20 @@
-"""Where a client's sockets are bound: ipc files in a private directory, or loopback TCP with CURVE keys."""
+"""Where a client's sockets are bound, and the ZeroMQ context that they are in."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import secrets
-import shutil
-import tempfile
+import socket
 import threading
-from pathlib import Path
 from typing import Literal
 
 import zmq
 
+from anyengine import frames
+from anyengine.addresses import outputs_address
+from anyengine.errors import AddressError
+from anyengine.keys import ConnectionKeys
 from anyengine.protocol.bootstrap import CurveKeys
 from anyengine.transport import collector
+from anyengine.transport.directories import SocketDirectory
 from anyengine.transport.sockets import Socket
 
 TransportName = Literal["ipc", "tcp", "inproc"]
@@ -23,85 +22,53 @@ TransportName = Literal["ipc", "tcp", "inproc"]
 TERM_LIMIT = 0.1
 """Seconds that the end of the context may take."""
 
-_PREFIX = "anyengine-"
-_LONGEST_BASE = 64
-"""Bytes that a base directory's path may have: a socket's path has to fit 107 bytes, whatever TMPDIR is."""
-
-
-class SocketDirectory:
-    """A directory that only this user can enter (0700), under a short path, gone when closed.
-
-    A lock that lives as long as this process tells later clients whether they may sweep a directory away that a
-    killed process left behind.
-    """
-
-    def __init__(self) -> None:
-        base = _base_directory()
-        # Under another name until it is locked, so that nobody sweeps it in between.
-        fresh = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)
-        self._lock = os.open(os.path.join(fresh, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path: Path = base / (_PREFIX + secrets.token_hex(6))
-        os.rename(fresh, self.path)
-
-    def close(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _base_directory() -> Path:
-    for candidate in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):  # noqa: S108 - mkdtemp makes what is used
-        if len(os.fsencode(candidate)) <= _LONGEST_BASE and os.access(candidate, os.W_OK | os.X_OK):
-            return Path(candidate)
-    raise OSError(
-        f"no directory for sockets: TMPDIR ({tempfile.gettempdir()}) must be writable and at most "
-        f"{_LONGEST_BASE} bytes long, or /tmp, /var/tmp or /dev/shm writable"
-    )
-
-
-def sweep_directories() -> None:
-    """Remove the directories that killed clients left behind; blocking, for a worker thread.
-
-    Another user's directories cannot be opened, and those of living clients are locked.
-    """
-    for directory in _base_directory().glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
-            finally:
-                os.close(lock)
+_CONNECTION_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
 
 
 class Endpoints:
     """A client's two sockets, bound: requests go out on ``router``, outputs come in on ``pull``.
 
-    :param transport: ``"ipc"`` for files in a :class:`SocketDirectory`, ``"tcp"`` for loopback with CURVE keys,
-        ``"inproc"`` for an engine in a thread, whose sockets are of the same ``context``
+    For an engine that the client starts, the addresses are private: ``"ipc"`` means files in a
+    :class:`SocketDirectory`, ``"tcp"`` loopback with CURVE keys, ``"inproc"`` sockets of the same ``context`` in a
+    thread. For one that somebody else starts, ``address`` is where it comes to, and ``connections`` tells of every
+    connection to the router socket.
+
+    :raises AddressError: if ``address`` cannot be bound
     """
 
-    def __init__(self, transport: TransportName) -> None:
+    def __init__(
+        self, transport: TransportName, *, address: str | None = None, keys: ConnectionKeys | None = None
+    ) -> None:
         self.input_address: str
         self.output_address: str
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.keys: CurveKeys | None = None
+        self.connections: Socket | None = None
+        self._attached = address is not None
         self._transport: TransportName = transport
         self._directory: SocketDirectory | None = None
-        self.keys: CurveKeys | None = None
-        server_secret: str | None = None
-        if transport == "ipc":
+        if transport == "tcp" and keys is None:
+            keys = ConnectionKeys.generate()
+        self._server_secret = None if keys is None else keys.server_secret
+        if keys is not None:
+            self.keys = keys.for_engine
+        if transport == "ipc" and address is None:
             self._directory = SocketDirectory()
-        elif transport == "tcp":
-            server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
-            public, secret = (key.decode() for key in zmq.curve_keypair())
-            self.keys = CurveKeys(server_public, public, secret)
         try:
-            router, self.input_address = self._bind(zmq.ROUTER, "in", server_secret)
+            router, self.input_address = self._bind(zmq.ROUTER, address or self._private_address("in"))
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            pull, self.output_address = self._bind(zmq.PULL, "out", server_secret)
+            outputs = outputs_address(self.input_address) if self._attached else self._private_address("out")
+            pull, self.output_address = self._bind(zmq.PULL, outputs)
             # The end of the engine's connection on this socket says that all it sent has arrived.
             monitor: zmq.Socket[bytes] = pull.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            if self._attached:
+                self.connections = Socket(router.get_monitor_socket(_CONNECTION_EVENTS))
         except BaseException:
             self.context.destroy(linger=0)
             if self._directory is not None:
@@ -112,26 +79,36 @@ class Endpoints:
         self.pull: Socket = Socket(pull)
         self.disconnections: Socket = Socket(monitor)
 
-    def _bind(self, kind: int, name: str, server_secret: str | None) -> tuple[zmq.Socket[bytes], str]:
-        socket = self.context.socket(kind)
-        # No limits: the engine must never block in a send, and calls of the client never do. What bounds memory is the
-        # number of tokens that live requests may still get.
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        if server_secret is not None:
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt_string(zmq.CURVE_SECRETKEY, server_secret)
-        socket.bind(self._address(name))
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def _address(self, name: str) -> str:
+    def _private_address(self, name: str) -> str:
         if self._directory is not None:
             return f"ipc://{self._directory.path}/{name}"
         return f"inproc://{name}" if self._transport == "inproc" else "tcp://127.0.0.1:*"
 
+    def _bind(self, kind: int, address: str) -> tuple[zmq.Socket[bytes], str]:
+        raw = self.context.socket(kind)
+        # No limits: the engine must never block in a send, and calls of the client never do. What bounds memory is the
+        # number of tokens that live requests may still get.
+        raw.setsockopt(zmq.SNDHWM, 0)
+        raw.setsockopt(zmq.RCVHWM, 0)
+        raw.setsockopt(zmq.LINGER, 0)
+        if self._server_secret is not None:
+            raw.setsockopt(zmq.CURVE_SERVER, 1)
+            raw.setsockopt_string(zmq.CURVE_SECRETKEY, self._server_secret)
+        if self._attached and self._transport == "tcp":
+            raw.setsockopt(zmq.IPV6, 1)
+            frames.notice_silence(raw)
+        if self._attached and address.startswith("ipc:") and _somebody_listens(address.removeprefix("ipc://")):
+            raise AddressError(f"address={address!r} is in use: somebody listens there")
+        try:
+            raw.bind(address)
+        except zmq.ZMQError as error:
+            raise AddressError(f"address={address!r} cannot be bound on this machine: {error.strerror}") from error
+        return raw, raw.getsockopt_string(zmq.LAST_ENDPOINT)
+
     def close_sockets(self) -> None:
         """Close the sockets at once; tasks that wait on them get ClosedResourceError."""
+        if self.connections is not None:
+            self.connections.close()
         self.disconnections.close()
         self.pull.close()
         self.router.close()
@@ -148,3 +125,13 @@ class Endpoints:
         collector.release()
         if self._directory is not None:
             self._directory.close()
+
+
+def _somebody_listens(path: str) -> bool:
+    """Whether a Unix socket is served. ZeroMQ would take its path over without asking."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

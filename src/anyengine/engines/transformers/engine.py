@@ -193,7 +193,8 @@ class TransformersEngine(WorkerUtilities):
 
         Level 1 moves the weights to the host's memory; an engine on the CPU has them there, so that it gives only the
         cache back. Level 2 drops them, to be read from the checkpoint again. Requests that run are computed again when
-        the engine is awake, and go on with the same tokens.
+        the engine is awake, and go on with the same tokens; what the sampler keeps of each, and a prompt's embeddings,
+        stay on the device.
 
         :raises RuntimeError: if the host has not enough memory for the weights; then nothing has changed
         """

@@ -38,8 +38,9 @@ def take_again(tags: Sequence[str], model: CausalModel, cache: KVCache) -> None:
 
 
 def _release_freed(device: torch.device) -> None:
-    # torch keeps freed CUDA memory for its next tensors. glibc keeps freed blocks in its heap, tensors among them: its
-    # threshold for mapping a block on its own rises up to 32 MiB as such blocks are freed.
+    # What lies in reference cycles is freed by the collector alone. torch keeps freed CUDA memory for its next tensors.
+    # glibc keeps freed blocks in its heap, weights among them: the size from which it maps a block on its own, and
+    # unmaps it when freed, rises up to 32 MiB as such blocks are freed.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -32,6 +32,9 @@ class WorkerUtilities(EngineCore):
     ) -> list[Any]:
         """Call a method of the one worker, or an importable function on it; a list of one result.
 
+        The function runs between two steps, in the engine's process and its thread: whoever may call this may run
+        whatever can be imported there.
+
         :raises ValueError: if a ``timeout`` is given, or ``method`` is neither a name nor an import path
         :raises TypeError: if an argument has the wrong type, or what ``method`` names cannot be called
         :raises AttributeError: if there is no such method or function

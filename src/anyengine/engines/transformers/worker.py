@@ -60,7 +60,8 @@ class Worker:
         :raises TypeError: if an argument has the wrong type
         :raises ValueError: if ``pattern`` or ``max_size`` is of no use
         :raises FileExistsError: if the directory has such files already
-        :raises OSError: if the files cannot be written
+        :raises OSError: if the directory cannot be made
+        :raises safetensors.SafetensorError: if a file cannot be written; those before it are there
         """
         if not self._causal_model.is_resident:
             raise RuntimeError('save_sharded_state: the weights sleep; wake_up(["weights"]) first')

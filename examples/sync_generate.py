@@ -1,0 +1,34 @@
+"""A plain script: no event loop, no coroutine, no guard around its main part.
+
+    python examples/sync_generate.py [--backend trio|asyncio] [--engine default|scripted]
+
+What to see: a whole completion, a stream whose pieces are printed as they come, and four requests at once whose
+completions come as they end. All of it are blocking calls, and Ctrl-C ends any of them: the request is aborted in the
+engine, and the block takes the engine with it.
+"""
+
+from _common import model, parser, show_progress
+from anyengine import SamplingParams, open_sync_engine_client
+
+options = parser(__doc__).parse_args()
+smol = model(options.engine)
+sampling = SamplingParams(max_tokens=24, temperature=0.0)
+
+with open_sync_engine_client(smol.spec, backend=options.backend, on_progress=show_progress) as client:
+    completion = client.generate(smol.encode("The sea is"), sampling)
+    print(f"The sea is{smol.decoder()(completion.token_ids)}")
+
+    decode = smol.decoder()
+    print("Once upon a time", end="")
+    with client.stream(smol.encode("Once upon a time"), sampling) as request:
+        for output in request:
+            print(decode(output.token_ids), end="", flush=True)
+    print(f"\n[finished: {output.finish_reason}]")
+
+    subjects = ("Rivers", "Bread", "Glass", "Winter")
+    prompts = (smol.encode(f"{subject} can be") for subject in subjects)
+    for index, result in client.generate_many(prompts, sampling):
+        if isinstance(result, Exception):
+            print(f"{subjects[index]}: {result}")
+        else:
+            print(f"{subjects[index]} can be{smol.decoder()(result.token_ids)}")

@@ -1,0 +1,200 @@
+"""One client as its engine sees it: two sockets and a protocol machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import zmq
+
+from anyengine import frames
+from anyengine.addresses import seen_from_engine
+from anyengine.protocol.bootstrap import Bootstrap
+from anyengine.protocol.cbor import Buffer
+from anyengine.protocol.engine_machine import EngineMachine, EngineState, Event, InitReceived
+from anyengine.types import EngineInfo
+
+logger: logging.Logger = logging.getLogger("anyengine")
+
+GOODBYE_LINGER = 2000
+"""Milliseconds for which the last messages may wait to be read when the process ends."""
+
+SLOT_BITS = 56
+"""Bits of a request's handle that its client draws; above them stands the slot of the client's connection."""
+
+_CONNECTION_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+
+_CLIENT_BITS = (1 << SLOT_BITS) - 1
+
+
+class ClientConnection:
+    """The connection to one client.
+
+    A client that launched this engine is there once. One whose connection is ``lasting`` comes and goes: when it has
+    gone, :meth:`greet` begins anew, and whoever then listens at that address is the next client.
+
+    :param slot: tells this client's requests from those of others; 0 to 255
+    """
+
+    def __init__(
+        self, bootstrap: Bootstrap, context: zmq.Context[zmq.Socket[bytes]], *, slot: int, lasting: bool
+    ) -> None:
+        self.slot = slot
+        self.lasting = lasting
+        self.draining: bool = False
+        self.machine: EngineMachine = EngineMachine(rank=bootstrap.rank, token=bootstrap.token)
+        self.dealer: zmq.Socket[bytes]
+        self._bootstrap = bootstrap
+        self._context = context
+        self._push: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._is_connected = False
+        self._keys_refused = False
+
+    @property
+    def address(self) -> str:
+        """Where the client listens."""
+        return self._bootstrap.address
+
+    # ---- coming and going ----
+
+    def greet(self) -> None:
+        """Connect, now or when there is somebody, and say HELLO."""
+        self.close()
+        bootstrap = self._bootstrap
+        self.draining = False
+        self.machine = EngineMachine(rank=bootstrap.rank, token=bootstrap.token)
+        self.dealer = self._socket(zmq.DEALER)
+        identity = bootstrap.rank.to_bytes(2, "little")
+        if self.lasting:
+            # A name of its own for each life: the router may not have noticed yet that the one before is gone.
+            identity += os.urandom(6)
+            self._monitor = self.dealer.get_monitor_socket(_CONNECTION_EVENTS)
+            self._is_connected = False
+        self.dealer.setsockopt(zmq.IDENTITY, identity)
+        self.dealer.connect(bootstrap.address)
+        self.dealer.send_multipart(self.machine.hello(os.getpid()))
+
+    def open_outputs(self, init: InitReceived) -> None:
+        """The client has answered: connect to where its outputs go."""
+        self._push = self._socket(zmq.PUSH)
+        self._push.setsockopt(zmq.LINGER, 0 if self.lasting else GOODBYE_LINGER)
+        address = init.output_address
+        self._push.connect(seen_from_engine(address, self._bootstrap.address) if self.lasting else address)
+
+    def say_ready(self, info: EngineInfo) -> None:
+        """From now on the client's requests are served."""
+        self.dealer.send_multipart(self.machine.ready(info))
+
+    def say_progress(self, stage: str, fraction: float | None = None) -> None:
+        """The engine loads and gets on with it."""
+        self.dealer.send_multipart(self.machine.progress(stage, fraction))
+
+    def say_dead(self, exception_type: str, message: str, traceback: str) -> None:
+        """The engine dies of an exception; tell the client, if it can be told."""
+        if self._push is not None and self.machine.state is not EngineState.DEAD:
+            self._push.setsockopt(zmq.LINGER, GOODBYE_LINGER)
+            self._push.send_multipart(self.machine.dead(exception_type, message, traceback))
+
+    def say_goodbye(self) -> None:
+        """Leave the client in good order, if it can be told."""
+        if self._push is not None and self.machine.state is not EngineState.DEAD:
+            self._push.setsockopt(zmq.LINGER, GOODBYE_LINGER)
+            self.send(self.machine.goodbye())
+
+    def close(self) -> None:
+        """Close the sockets, giving messages already handed over a moment to leave."""
+        if self._monitor is not None:
+            self.dealer.disable_monitor()
+            self._monitor = None
+        if self.machine.state is not EngineState.STARTING:
+            self.dealer.close()
+        if self._push is not None:
+            self._push.close()
+            self._push = None
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        keys = self._bootstrap.keys
+        if keys is not None:
+            socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
+            socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+        if self.lasting and self._bootstrap.address.startswith("tcp:"):
+            socket.setsockopt(zmq.IPV6, 1)
+            frames.notice_silence(socket)
+        return socket
+
+    # ---- messages ----
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the client has been told READY and not left."""
+        return self.machine.state in (EngineState.SERVING, EngineState.DRAINING)
+
+    @property
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        """What to poll when there is nothing else to do."""
+        return [self.dealer] if self._monitor is None else [self.dealer, self._monitor]
+
+    def has_input(self) -> bool:
+        """Whether a message waits."""
+        return frames.has_input(self.dealer)
+
+    def receive(self) -> Event | None:
+        """The event in the next message; waits for one.
+
+        :raises ProtocolError: if the message is none that may come now
+        :raises MessageLostError: if messages before it are missing
+        """
+        return self.machine.receive(frames.receive(self.dealer))
+
+    def has_lost_client(self) -> bool:
+        """Whether the connection that HELLO was said on has ended."""
+        lost = False
+        while self._monitor is not None and frames.has_input(self._monitor):
+            event = int.from_bytes(frames.receive_nowait(self._monitor)[0][:2], "little")
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_connected = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                lost = lost or self._is_connected
+            elif self._bootstrap.keys is not None and not self._keys_refused:
+                self._keys_refused = True
+                logger.warning("the client at %s does not accept this engine's keys", self.address)
+        return lost
+
+    def send(self, message: Sequence[Buffer]) -> None:
+        """Send to the client's output socket."""
+        assert self._push is not None
+        frames.send_copied(self._push, message)
+
+    # ---- handles ----
+
+    def internal(self, handle: int) -> int:
+        """The engine's handle for a request of this client."""
+        return self.slot << SLOT_BITS | handle
+
+    @property
+    def live(self) -> Sequence[int]:
+        """The engine's handles of this client's live requests."""
+        return [self.internal(handle) for handle in self.machine.live]
+
+
+def external(handle: int) -> int:
+    """The client's handle for what the engine calls ``handle``."""
+    return handle & _CLIENT_BITS
+
+
+def slot_of(handle: int) -> int:
+    """The slot of the client whose request the engine calls ``handle``."""
+    return handle >> SLOT_BITS
