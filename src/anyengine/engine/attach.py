@@ -19,7 +19,8 @@ from typing import Any
 import zmq
 
 from anyengine.addresses import check_address
-from anyengine.engine.proc import EngineCoreProc, Terminated, build_engine
+from anyengine.engine.loading import build_engine
+from anyengine.engine.proc import EngineCoreProc, Terminated
 from anyengine.errors import AddressError, KeysError
 from anyengine.keys import ConnectionKeys
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
 
 from anyengine import frames
 from anyengine.addresses import seen_from_engine
+from anyengine.engine.failures import describe_failure
+from anyengine.errors import UnencodableError
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.cbor import Buffer
 from anyengine.protocol.engine_machine import EngineMachine, EngineState, Event, InitReceived
+from anyengine.protocol.outputs import OutputDetails, StepOutputs, encode_details
 from anyengine.types import EngineInfo
 
 logger: logging.Logger = logging.getLogger("anyengine")
@@ -177,6 +181,50 @@ class ClientConnection:
         """Send to the client's output socket."""
         assert self._push is not None
         frames.send_copied(self._push, message)
+
+    def send_step(self, step: int, outputs: StepOutputs, abort: Callable[[Sequence[int]], None]) -> None:
+        """Send the rows of this client in one step, if it is still there.
+
+        A request whose details cannot travel is given to ``abort`` and ends, so that the step's other rows can.
+        """
+        if not self.is_served:
+            return
+        try:
+            message = self.machine.outputs(step, outputs)
+        except UnencodableError:
+            message = self.machine.outputs(step, self._without_unencodable(outputs, abort))
+        self.send(message)
+
+    def _without_unencodable(self, outputs: StepOutputs, abort: Callable[[Sequence[int]], None]) -> StepOutputs:
+        details = dict(outputs.details)
+        for row, more in outputs.details.items():
+            try:
+                encode_details(more, [], f"outputs[{row}]")
+            except UnencodableError as error:
+                if more.finish_reason is None:
+                    abort([self.internal(outputs.handles[row])])
+                details[row] = OutputDetails(finish_reason="error", error=str(error))
+        return StepOutputs(outputs.handles, outputs.token_ids, outputs.counts, details)
+
+    def answerer(self, call_id: int) -> Callable[[Any, BaseException | None], None]:
+        """What answers a call with its value or its error, now or later, unless the client has gone by then."""
+        machine = self.machine
+
+        def answer(value: Any, error: BaseException | None) -> None:
+            if self.machine is not machine or not self.is_served:
+                return
+            failure: tuple[str, str, str | None]
+            if error is None:
+                try:
+                    self.send(machine.answer(call_id, value))
+                    return
+                except UnencodableError as refused:
+                    failure = type(refused).__name__, str(refused), None
+            else:
+                failure = describe_failure(error)
+            self.send(machine.answer(call_id, None, failure))
+
+        return answer
 
     # ---- handles ----
 

@@ -5,11 +5,9 @@ ZeroMQ's own I/O threads do the I/O, so there are no queues, locks or Python thr
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -19,13 +17,13 @@ from anyengine.engine.connection import ClientConnection
 from anyengine.engine.control import SchedulerControl, SchedulerState
 from anyengine.engine.core import Deferred, EngineCore, EngineRequest
 from anyengine.engine.failures import describe_failure, message_of
+from anyengine.engine.loading import build_engine
 from anyengine.engine.sharing import LiveHandles, split, split_outputs
 from anyengine.errors import ProtocolError, RequestError, UnencodableError
 from anyengine.keys import ConnectionKeys
 from anyengine.protocol import engine_machine as machine
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.messages import MessageLostError
-from anyengine.protocol.outputs import OutputDetails, StepOutputs, encode_details
 from anyengine.protocol.requests import ShutdownMode
 
 logger: logging.Logger = logging.getLogger("anyengine")
@@ -281,7 +279,7 @@ class EngineCoreProc:
     def _call(
         self, control: SchedulerControl, connection: ClientConnection, call_id: int, method: str, args: Sequence[Any]
     ) -> None:
-        answer = functools.partial(self._answer, connection, connection.machine, call_id)
+        answer = connection.answerer(call_id)
         try:
             value = control.call(method, args)
         except Terminated:
@@ -296,35 +294,15 @@ class EngineCoreProc:
         else:
             answer(value, None)
 
-    def _answer(
-        self,
-        connection: ClientConnection,
-        protocol: machine.EngineMachine,
-        call_id: int,
-        value: Any,
-        error: BaseException | None,
-    ) -> None:
-        if connection.machine is not protocol or not connection.is_served:
-            return  # the client that called has gone
-        if error is None:
-            try:
-                connection.send(protocol.answer(call_id, value))
-                return
-            except UnencodableError as refused:
-                failure = type(refused).__name__, str(refused), None
-        else:
-            failure = describe_failure(error)
-        connection.send(protocol.answer(call_id, None, failure))
-
     def _work(self, control: SchedulerControl) -> None:
         outputs = control.step()
         self._steps += 1
         if outputs is not None and len(outputs):
             if len(self._connections) == 1:
-                self._send_outputs(control, self._connections[0], outputs)
+                self._connections[0].send_step(self._steps, outputs, control.core.abort_requests)
             else:
                 for connection, own in split_outputs(self._connections, outputs):
-                    self._send_outputs(control, connection, own)
+                    connection.send_step(self._steps, own, control.core.abort_requests)
         self._stats_due = True
         now = time.monotonic()
         if now >= self._look_at:
@@ -332,29 +310,6 @@ class EngineCoreProc:
             self._look_at = now + LOOK_INTERVAL
         if now - self._stats_sent_at >= STATS_INTERVAL:
             self._send_stats(control)
-
-    def _send_outputs(self, control: SchedulerControl, connection: ClientConnection, outputs: StepOutputs) -> None:
-        if not connection.is_served:
-            return
-        try:
-            message = connection.machine.outputs(self._steps, outputs)
-        except UnencodableError:
-            message = connection.machine.outputs(self._steps, self._replace_unencodable(control, connection, outputs))
-        connection.send(message)
-
-    def _replace_unencodable(
-        self, control: SchedulerControl, connection: ClientConnection, outputs: StepOutputs
-    ) -> StepOutputs:
-        """End the requests whose details cannot travel, so that the step's other rows can."""
-        details = dict(outputs.details)
-        for row, more in outputs.details.items():
-            try:
-                encode_details(more, [], f"outputs[{row}]")
-            except UnencodableError as error:
-                if more.finish_reason is None:
-                    control.core.abort_requests([connection.internal(outputs.handles[row])])
-                details[row] = OutputDetails(finish_reason="error", error=str(error))
-        return StepOutputs(outputs.handles, outputs.token_ids, outputs.counts, details)
 
     def _send_stats(self, control: SchedulerControl) -> None:
         self._stats_due = False
@@ -370,16 +325,3 @@ class EngineCoreProc:
                     connection.send(connection.machine.stats(figures))
                 except UnencodableError as error:
                     logger.warning("engine %d: figures that cannot travel were dropped: %s", self._rank, error)
-
-
-def build_engine(path: str, arguments: Mapping[str, Any]) -> EngineCore:
-    """An engine by its import path, ``"package.module:Class"``, not loaded yet.
-
-    :raises TypeError: if it is no engine
-    :raises Exception: what importing or constructing it raised
-    """
-    module, _, name = path.partition(":")
-    engine_class = getattr(importlib.import_module(module), name)
-    if not (isinstance(engine_class, type) and issubclass(engine_class, EngineCore)):
-        raise TypeError(f"{path} is not a subclass of anyengine.engine.EngineCore")
-    return engine_class(**arguments)

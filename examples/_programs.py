@@ -1,0 +1,46 @@
+"""What the examples of several processes share: programs that end with their block, and signals that end everything."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import Process
+
+
+@asynccontextmanager
+async def program(command: Sequence[str]) -> AsyncGenerator[Process]:
+    """Run a program that prints where we print. Leaving the block, however that happens, kills it.
+
+    It has a session of its own, so that Ctrl-C reaches us alone, and we decide what ends first.
+    """
+    async with await anyio.open_process(
+        command, stdin=subprocess.DEVNULL, stdout=None, stderr=None, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                process.kill()
+
+
+async def run_until_signal(function: Callable[..., Awaitable[int]], *arguments: object) -> int:
+    """The exit code that ``function`` returns, or 128 and the signal's number if SIGINT, SIGTERM or SIGHUP cancelled it."""
+    code = 0
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        nonlocal code
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+            async for number in signals:
+                code = 128 + number
+                scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch, group.cancel_scope)
+        code = await function(*arguments)
+        group.cancel_scope.cancel()
+    return code
