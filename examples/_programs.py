@@ -29,7 +29,10 @@ async def program(command: Sequence[str]) -> AsyncGenerator[Process]:
 
 
 async def run_until_signal(function: Callable[..., Awaitable[int]], *arguments: object) -> int:
-    """The exit code that ``function`` returns, or 128 and the signal's number if SIGINT, SIGTERM or SIGHUP cancelled it."""
+    """Run ``function`` under SIGINT, SIGTERM and SIGHUP, each of which cancels it.
+
+    Returns what it returned, an exit code, or 128 and the number of the signal.
+    """
     code = 0
 
     async def watch(scope: anyio.CancelScope) -> None:

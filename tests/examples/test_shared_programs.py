@@ -123,21 +123,6 @@ def test_a_signal_ends_the_engine_and_both_frontends(sandbox: Sandbox, backend: 
         assert not sandbox.processes()
 
 
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [(example("shared_engine"), r"second \|"), (example("attached_engine", "--demo"), "Once upon a time, and")],
-    ids=["shared", "attached"],
-)
-def test_ctrl_c_in_a_terminal(sandbox: Sandbox, command: list[str], shown: str) -> None:
-    with Terminal(sandbox, command) as terminal:
-        terminal.expect(shown)
-        terminal.press("\x03")
-        assert terminal.wait(20) == 130
-        assert not sandbox.processes()
-    assert "Traceback" not in terminal.text
-    assert "Error" not in terminal.text
-
-
 def test_when_the_engine_dies_both_frontends_say_so_and_end(sandbox: Sandbox) -> None:
     with running(sandbox, example("shared_engine")) as program:
         program.expect(r"second \|")
@@ -255,3 +240,21 @@ def test_an_address_that_cannot_be(sandbox: Sandbox, address: str, message: str)
     assert result.returncode == 1
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+# ---- both on a terminal ----
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [(example("shared_engine"), r"second \|"), (example("attached_engine", "--demo"), "Once upon a time, and")],
+    ids=["shared", "attached"],
+)
+def test_ctrl_c_in_a_terminal(sandbox: Sandbox, command: list[str], shown: str) -> None:
+    with Terminal(sandbox, command) as terminal:
+        terminal.expect(shown)
+        terminal.press("\x03")
+        assert terminal.wait(20) == 130
+        assert not sandbox.processes()
+    assert "Traceback" not in terminal.text
+    assert "Error" not in terminal.text
