@@ -132,6 +132,8 @@ async def serve(smol: Model, address: str, keys: Path, other: OtherTerminal, lim
                     await stream(client, smol, other)
                     finished += 1
                 except EngineDeadError as error:
+                    if client.health().state == "dead":  # for good
+                        raise
                     print(f"\n[engine {error.report.pid} is gone: {how_it_went(error.report)}]", flush=True)
                     print("[the next request waits for it to come back]", flush=True)
     except EngineError as error:
@@ -152,14 +154,16 @@ async def main(engine: str, address: str | None, demo: bool) -> int:
         for command in commands:
             print(f"    {shlex.join(command)}")
         print(flush=True)
+        code = 0
         async with anyio.create_task_group() as group:
             try:
                 if demo:
                     group.start_soon(other.run, *commands)
                 await until_written(anyio.Path(keys))
-                return await serve(smol, address, keys, other, 2 if demo else None)
+                code = await serve(smol, address, keys, other, 2 if demo else None)
             finally:
                 other.close()
+    return code
 
 
 if __name__ == "__main__":

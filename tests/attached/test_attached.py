@@ -72,6 +72,16 @@ async def test_it_may_come_first_or_last(hand: Hand) -> None:
     assert len(started) == 1
 
 
+async def test_leaving_removes_the_files_of_the_sockets(hand: Hand) -> None:
+    before = set(os.listdir(hand.directory))
+    engine = hand.start()
+    async with open_engine_client(address=hand.address()):
+        assert set(os.listdir(hand.directory)) > before
+    engine.kill()
+    engine.wait()
+    assert {name for name in os.listdir(hand.directory) if not name.startswith("log-")} == before
+
+
 async def test_over_tcp_with_keys(hand: Hand) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     engine = hand.start("--keys", str(hand.keys), connect=address)

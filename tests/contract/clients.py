@@ -92,7 +92,6 @@ SETTINGS: list[Setting] = [
     Setting("process", "asyncio", use_uvloop=True),
     Setting("process", "trio"),
     Setting("thread", "asyncio"),
-    Setting("thread", "asyncio", use_uvloop=True),
     Setting("thread", "trio"),
     Setting("sync", portal="asyncio"),
     Setting("sync", portal="trio"),

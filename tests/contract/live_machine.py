@@ -32,9 +32,9 @@ class Request:
         self.prompt = number * 100
         self.sampling = SamplingParams(max_tokens=max_tokens)
         self.count = 0
-        self.possible = {"length"}
+        self.possible = {"length"}  # outcomes: a finish reason, "dead" or "cancelled"
         self.outcome: str | None = None
-        self.held = False
+        self.held = False  # in a pause, so that no token may come
         self.scope = anyio.CancelScope()
         self.gate = anyio.Event()
 
@@ -149,7 +149,6 @@ class LiveMachine:
 
     async def add_for_get_output(self, max_tokens: int) -> None:
         """A request whose rows come with ``get_output``."""
-        await self.client.call_utility("echo", "up")  # so that no await separates the handle from its request
         request = self._new_request(max_tokens)
         handle = await self.client.add_request([request.prompt], request.sampling)
         self._added[handle] = request
@@ -243,8 +242,8 @@ class LiveMachine:
             for request in ending:
                 request.possible.add("abort")
         await call()
-        kept = len([request for request in self._live() if request.held]) if mode == "wait" else 0
-        assert mode == "keep" or self.client.statistics().live_requests == kept
+        held = sum(request.held for request in self._live()) if mode == "wait" else 0
+        assert mode == "keep" or self.client.statistics().live_requests == held
         self._paused = True
         if level and not self._asleep:
             self._asleep, self._level = {"weights", "kv_cache"}, level

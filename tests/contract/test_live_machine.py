@@ -58,7 +58,7 @@ SETTINGS = [
 @pytest.mark.timeout(600)  # a failure takes long to shrink
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @settings(
-    max_examples=40 * THOROUGHNESS,
+    max_examples=30 * THOROUGHNESS,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -10,13 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import anyio
 import pytest
 from tests.cli.programs import CLI, Sandbox, Terminal, default_model_converted, sandbox
 from tests.helpers import is_running, until_sync
+
+from anyengine import ConnectionKeys, EngineDeadError, open_engine_client
 
 __all__ = ["default_model_converted", "sandbox"]
 
@@ -65,7 +68,7 @@ class Running:
 
 
 @contextmanager
-def running(sandbox: Sandbox, command: list[str]) -> Iterator[Running]:
+def running(sandbox: Sandbox, command: list[str]) -> Generator[Running]:
     program = Running(sandbox, command)
     try:
         yield program
@@ -210,6 +213,29 @@ def test_a_person_types_the_commands(sandbox: Sandbox, backend: str) -> None:
         started.terminate()
         assert started.wait(5) == 0
         assert not list(sandbox.directory.glob("anyengine-*"))
+
+
+def test_an_exception_in_the_engine_is_told_with_its_message(sandbox: Sandbox, tmp_path: Path) -> None:
+    other_address, keys_file = f"ipc://{tmp_path}/other", tmp_path / "keys"
+
+    async def have_it_raise() -> None:
+        async with open_engine_client(address=other_address, keys=keys_file) as client:
+            await client.call_utility("raise_in_step", "the KV cache is full of sand")
+            with pytest.raises(EngineDeadError):
+                await client.wait_dead()
+
+    with running(sandbox, example("attached_engine")) as program:
+        shown = program.expect(r"\n    anyengine keys (.*)\n    anyengine (engine .*)\n")
+        keys = ConnectionKeys.generate()
+        for path in (keys_file, shown[1]):
+            keys.save(path)
+        words = [*CLI, *shlex.split(shown[2]), "--connect", other_address]
+        engine = sandbox.start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        program.expect(rf"pid {engine.pid}\] Once upon a time, and")
+        anyio.run(have_it_raise)
+        program.expect(rf"\[engine {engine.pid} is gone: it died: RuntimeError: the KV cache is full of sand\]\n")
+        assert engine.wait(5) == 1
+        program.end(signal.SIGTERM)
 
 
 @backends

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 from typing import Literal
@@ -107,6 +109,12 @@ class Endpoints:
 
     def close_sockets(self) -> None:
         """Close the sockets at once; tasks that wait on them get ClosedResourceError."""
+        if self._attached:
+            # While they are still bound: a moment later somebody else's could be there. ZeroMQ leaves these files.
+            for address in (self.input_address, self.output_address):
+                if address.startswith("ipc://"):
+                    with contextlib.suppress(OSError):
+                        os.unlink(address.removeprefix("ipc://"))
         if self.connections is not None:
             self.connections.close()
         self.disconnections.close()
