@@ -161,8 +161,8 @@ class LiveMachine:
             except EngineClosedError:
                 return
             except EngineDeadError as error:
-                if not any(error.report is known for known in self._reports):  # it comes again while the engine is down
-                    self._reports.append(error.report)
+                assert all(error.report is not known for known in self._reports)  # each death is told once
+                self._reports.append(error.report)
                 for request in self._added.values():
                     if request.outcome is None:
                         request.end("dead")

@@ -196,6 +196,30 @@ async def test_an_engine_that_died_is_started_again(open_client: Opener, setting
         await eventually(lambda: nothing_is_left(client))
 
 
+@needs("options")
+async def test_who_reads_steps_is_told_of_a_death_once(open_client: Opener) -> None:
+    """While the engine is down, reading waits for its next life like any other call: a dispatcher does not spin."""
+    told: list[EngineDeadError] = []
+    tokens: list[int] = []
+
+    async def dispatch(client: EngineClient) -> None:
+        while 8 not in tokens:
+            try:
+                tokens.extend((await client.get_output()).token_ids)
+            except EngineDeadError as error:
+                told.append(error)
+
+    restart = RestartPolicy(limit=1, backoff=0.2)
+    async with open_client(SLOW, restart=restart) as client, anyio.create_task_group() as group:
+        await client.add_request([100], FOREVER)
+        group.start_soon(dispatch, client)
+        await die(client)
+        await eventually(lambda: told)
+        await client.add_request([7], ONE)  # which waits for the next life
+    assert tokens == [*range(101, 100 + len(tokens)), 8]
+    assert len(told) == 1
+
+
 # ---- closing ----
 
 

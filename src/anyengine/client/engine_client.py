@@ -154,7 +154,7 @@ class EngineClient(EngineUtilities):
             await cancel_shielded_checkpoint()
             await self._session.await_trackers(trackers)
         except BaseException:
-            self._session.abort([handle])
+            self._session.abort_added([handle])
             raise
         return handle
 
@@ -179,8 +179,11 @@ class EngineClient(EngineUtilities):
         :raises EngineClosedError: if the client is closed
         :raises anyio.BusyResourceError: if another task waits
         """
+        session = self._session
+        if session.restarted is not None and session.waits_for_restart and session.queue.has_told:
+            await session.available()
         try:
-            return await self._session.queue.get()
+            return await session.queue.get()
         except EngineError as error:
             raise self._session.told(error) from None
 

@@ -183,10 +183,9 @@ class EngineSession:
 
     def abort_added(self, handles: Iterable[int]) -> None:
         """Abort those of these requests that ``add_request`` made, and forget what is queued of them."""
-        own = [handle for handle in handles if self.link.machine.requests.get(handle) is self.queue]
-        if own:
-            self.abort(own)
-            self.queue.drop(own)
+        handles = list(handles)
+        self.abort([handle for handle in handles if self.link.machine.requests.get(handle) is self.queue])
+        self.queue.drop(handles)
 
     def send(self, frames: Frames) -> list[zmq.MessageTracker]:
         """Send a message to the engine, at once and without waiting; the trackers of large frames."""

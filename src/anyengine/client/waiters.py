@@ -86,6 +86,11 @@ class OutputQueue:
     def __len__(self) -> int:
         return len(self._steps) + len(self._later)
 
+    @property
+    def has_told(self) -> bool:
+        """Whether the error of a death has been raised, and nothing is left of what came before it."""
+        return self._error is not None and self._told and not self._steps
+
     def push(self, outputs: StepOutputs) -> None:
         """Append a step."""
         (self._later if self._reopened else self._steps).append(outputs)

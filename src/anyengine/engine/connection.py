@@ -76,10 +76,9 @@ class ClientConnection:
         self.draining = False
         self.machine = EngineMachine(rank=bootstrap.rank, token=bootstrap.token)
         self.dealer = self._socket(zmq.DEALER)
-        identity = bootstrap.rank.to_bytes(2, "little")
+        # A name of its own for each life: the router may not have noticed yet that the one before is gone.
+        identity = bootstrap.rank.to_bytes(2, "little") + os.urandom(6)
         if self.lasting:
-            # A name of its own for each life: the router may not have noticed yet that the one before is gone.
-            identity += os.urandom(6)
             self._monitor = self.dealer.get_monitor_socket(_CONNECTION_EVENTS)
             self._is_connected = False
         self.dealer.setsockopt(zmq.IDENTITY, identity)
