@@ -7,7 +7,11 @@ threads. The in-process one is stepped here, by a dispatcher as a frontend would
 from __future__ import annotations
 
 import functools
+import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -40,18 +44,24 @@ from anyengine.sync_client.portal import Backend
 from anyengine.sync_client.sync_engine_client import SyncEngineClient
 from anyengine.testing import scripted_spec
 
-Kind = Literal["process", "thread", "sync", "inproc"]
-Ability = Literal["signal", "cancel", "watch", "wait", "encode", "options"]
+Kind = Literal["process", "thread", "attached", "sync", "inproc"]
+Ability = Literal["signal", "status", "restart", "cancel", "watch", "wait", "encode", "options"]
 
 CANNOT: dict[Kind, dict[Ability, str]] = {
     "process": {},
     "thread": {
         "signal": "thread: a signal, or a crash of native code, ends the whole process",
     },
+    "attached": {
+        "status": "attached: how its process ended, whoever started it is told",
+        "restart": "attached: whoever started the engine starts it again; see tests/attached",
+    },
     "sync": {
         "cancel": "sync: a thread's blocking call ends by an interrupt only; see tests/sync_client",
     },
     "inproc": {
+        "status": "inproc: there is no process",
+        "restart": "inproc: there is nobody to start it again",
         "signal": "inproc: a signal, or a crash of native code, ends the whole process",
         "cancel": "inproc: no call of the client waits, so there is nothing to cancel",
         "watch": "inproc: nothing happens between its calls, so it has no health, statistics or wait_dead",
@@ -93,6 +103,8 @@ SETTINGS: list[Setting] = [
     Setting("process", "trio"),
     Setting("thread", "asyncio"),
     Setting("thread", "trio"),
+    Setting("attached", "asyncio"),
+    Setting("attached", "trio"),
     Setting("sync", portal="asyncio"),
     Setting("sync", portal="trio"),
     Setting("inproc"),
@@ -111,7 +123,25 @@ def open_client_of(
         return cast("AbstractAsyncContextManager[EngineClient]", _open_inproc(spec))
     if setting.kind == "sync":
         return cast("AbstractAsyncContextManager[EngineClient]", _open_sync(spec, setting.portal, **options))
+    if setting.kind == "attached":
+        return _open_attached(spec, **options)
     return open_engine_client(spec, placement=setting.kind, **options)
+
+
+@asynccontextmanager
+async def _open_attached(spec: EngineSpec, **options: Any) -> AsyncIterator[EngineClient]:
+    with tempfile.TemporaryDirectory() as directory:
+        address = f"ipc://{directory}/engine"
+        arguments = [f"{name}={json.dumps(value)}" for name, value in spec.arguments.items()]
+        command = [sys.executable, "-m", "anyengine.engine.attach", spec.path, *arguments, "--connect", address]
+        path = os.pathsep.join(sys.path)
+        engine = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
+        try:
+            async with open_engine_client(address=address, **options) as client:
+                yield client
+        finally:
+            engine.kill()
+            engine.wait()
 
 
 class _BlockingFace:

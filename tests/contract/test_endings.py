@@ -109,7 +109,8 @@ async def test_a_kill_reaches_every_waiter(open_client: Opener, setting: Setting
         errors = await errors_of_waiters(client, setting, kill)
         assert {type(error) for error in errors} == {EngineDeadError}
         assert len({id(error.report) for error in errors}) == 1
-        assert errors[0].report.signal == signal.SIGKILL
+        if setting.can("status"):
+            assert errors[0].report.signal == signal.SIGKILL
         await latecomers(client, setting, EngineDeadError)
 
 
@@ -181,7 +182,7 @@ async def test_a_death_concerns_one_client_alone(open_client: Opener) -> None:
         await work_on(other)
 
 
-@needs("options")
+@needs("options", "restart")
 async def test_an_engine_that_died_is_started_again(open_client: Opener, setting: Setting) -> None:
     restart = RestartPolicy(limit=3, window=600, backoff=0)
     async with open_client(SLOW, restart=restart) as client:
@@ -196,7 +197,7 @@ async def test_an_engine_that_died_is_started_again(open_client: Opener, setting
         await eventually(lambda: nothing_is_left(client))
 
 
-@needs("options")
+@needs("options", "restart")
 async def test_who_reads_steps_is_told_of_a_death_once(open_client: Opener) -> None:
     """While the engine is down, reading waits for its next life like any other call: a dispatcher does not spin."""
     told: list[EngineDeadError] = []
