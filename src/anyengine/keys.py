@@ -61,7 +61,20 @@ class ConnectionKeys:
             length = 32 if name == "token" else 40
             if not isinstance(value, str) or len(value) != length:
                 raise KeysError(f"{os.fspath(path)}: {name} is not a string of {length} characters")
-        return cls(**keys)
+        loaded = cls(**keys)
+        try:
+            bytes.fromhex(loaded.token)
+            for public, secret in (
+                (loaded.server_public, loaded.server_secret),
+                (loaded.engine_public, loaded.engine_secret),
+            ):
+                if zmq.curve_public(secret.encode()) != public.encode():
+                    raise ValueError
+        except (ValueError, zmq.ZMQError):
+            raise KeysError(
+                f"{os.fspath(path)}: its keys do not belong together; `anyengine keys` makes new ones"
+            ) from None
+        return loaded
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a new file that its owner alone can read.

@@ -147,6 +147,30 @@ async def test_death_and_goodbye_are_told_apart_at_once(hand: Hand, number: int,
         assert engine.wait() == 0
 
 
+async def test_strangers_that_come_and_go_do_not_concern_the_engine(
+    hand: Hand, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A port scanner, a peer with other keys, and a second client that tries the same address."""
+    address = f"tcp://127.0.0.1:{(port := free_port())}"
+    other_keys = hand.directory / "other"
+    ConnectionKeys.generate().save(other_keys)
+    hand.start("step_delay=0.001", "--keys", str(hand.keys), connect=address)
+    async with open_engine_client(address=address, keys=hand.keys) as client:
+        async with client.open_request([0], FOREVER) as request:
+            for _ in range(5):
+                socket.create_connection(("127.0.0.1", port)).close()
+            stranger = hand.start("--keys", str(other_keys), connect=address)
+            await until(lambda: "without the right keys" in caplog.text, 10)
+            with pytest.raises(AddressError, match="cannot be bound"):
+                async with open_engine_client(address=address, keys=hand.keys):
+                    pass
+            stranger.kill()
+            stranger.wait()
+            for _ in range(20):
+                await anext(request)
+            assert client.health().state == "alive"
+
+
 async def test_silence_is_not_death(hand: Hand) -> None:
     engine = hand.start("step_delay=0.001")
     async with open_engine_client(address=hand.address()) as client:
@@ -199,6 +223,20 @@ async def test_one_that_comes_back_before_it_is_expected_is_not_turned_away(hand
         assert client.health().pid == second.pid
 
 
+async def test_one_that_comes_back_after_the_limit_has_another_chance(hand: Hand) -> None:
+    first = hand.start()
+    policy, limits = RestartPolicy(limit=10, backoff=0.1), StartLimits(hello=1.0)
+    async with open_engine_client(address=hand.address(), restart=policy, start_limits=limits) as client:
+        first.kill()
+        with pytest.raises(EngineDeadError):
+            await client.wait_dead()
+        await until(lambda: "no HELLO" in (getattr(client._session.last_report, "reason", None) or ""))
+        second = hand.start()
+        with anyio.fail_after(15):
+            assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
+        assert client.health().pid == second.pid
+
+
 async def test_drain_lets_the_requests_of_this_client_finish(hand: Hand) -> None:
     hand.start("step_delay=0.005")
     finished: list[int] = []
@@ -244,6 +282,7 @@ def test_the_engine_says_what_happens_and_ends_on_ctrl_c(hand: Hand) -> None:
         ([SCRIPTED, "--connect", "udp://127.0.0.1:4"], 2, "expected tcp://HOST:PORT or ipc:///PATH"),
         ([SCRIPTED, "--connect", "ipc:///tmp/x", "--keys", "/no/such/file"], 2, "cannot be read"),
         ([SCRIPTED, "step_delay", "--connect", "ipc:///tmp/x"], 2, "is not NAME=VALUE"),
+        ([SCRIPTED, "--connect", "tcp://a b:4000", "--keys", "KEYS"], 2, "cannot be connected to"),
         (["no.such:Engine", "--connect", "ipc:///tmp/x"], 1, "No module named 'no'"),
         ([SCRIPTED, "no_such=1", "--connect", "ipc:///tmp/x"], 1, "no_such"),
     ],
@@ -319,6 +358,11 @@ def test_keys_that_others_can_read_or_that_are_none_are_refused(tmp_path: Path) 
     path.chmod(0o640)
     with pytest.raises(KeysError, match="chmod 600"):
         ConnectionKeys.load(path)
+    mixed = ConnectionKeys.generate()
+    one, other = ConnectionKeys.generate(), tmp_path / "mixed"
+    ConnectionKeys(mixed.server_public, one.server_secret, one.engine_public, one.engine_secret, one.token).save(other)
+    with pytest.raises(KeysError, match="do not belong together"):
+        ConnectionKeys.load(other)
     for text, message in (("", "not a file of keys"), ("[]", "does not hold"), ('{"token": "1"}', "does not hold")):
         path.chmod(0o600)
         path.write_text(text)

@@ -15,7 +15,9 @@ from tests.helpers import until
 from anyengine import (
     EngineClient,
     EngineDeadError,
+    RequestError,
     SamplingParams,
+    ShutdownPolicy,
     UtilityError,
     open_engine_client,
 )
@@ -132,6 +134,56 @@ async def test_an_abort_and_a_pause_of_one_reach_what_they_should(hand: Hand) ->
             await second.resume_scheduler()
         await generate_many(first, 0, 3)
         await generate_many(second, 0, 3)
+
+
+async def test_a_pause_ends_with_the_client_that_made_it(hand: Hand) -> None:
+    hand.start("step_delay=0.001", "--connect", hand.address("second"))
+    async with open_engine_client(address=hand.address()) as client:
+        for method in ("pause_scheduler", "sleep"):
+            async with open_engine_client(address=hand.address("second")) as second:
+                await second.call_utility(method)
+                assert await client.is_scheduler_paused()
+            with anyio.fail_after(5):
+                await generate_many(client, 0, 2)
+            assert not await client.is_sleeping()
+
+
+async def test_what_is_wrong_with_a_guest_ends_neither_the_engine_nor_the_owner(hand: Hand) -> None:
+    async with open_engine_client(scripted_spec(step_delay=0.001)) as owner:
+        await owner.connect_client(hand.address())
+        with pytest.raises(EngineDeadError):
+            async with open_engine_client(address=hand.address()) as guest:
+                session = guest._session
+                assert session.link.identity is not None
+                # Counted by the guest, refused by the engine: for the engine a message is missing at the next PING.
+                session.link.machine._sent += 1
+                await guest.wait_dead()
+        assert await owner.call_utility("echo", 1) == 1
+        async with open_engine_client(address=hand.address()) as guest:
+            await generate_many(guest, 0, 3)
+            session = guest._session
+            session.link.machine._handles = iter([2**60])
+            with pytest.raises(RequestError, match="56 bits"):
+                await guest.generate([0])
+
+
+async def test_an_owner_that_drains_waits_for_its_own_requests_only(hand: Hand) -> None:
+    policy = ShutdownPolicy(mode="drain", drain_limit=60)
+    async with anyio.create_task_group() as group:
+        with anyio.fail_after(20):
+            async with open_engine_client(scripted_spec(step_delay=0.001), shutdown=policy) as owner:
+                await owner.connect_client(hand.address())
+
+                async def share(*, task_status: Any) -> None:
+                    async with open_engine_client(address=hand.address()) as guest:
+                        async with guest.open_request([0], FOREVER) as request:
+                            await anext(request)
+                            task_status.started()
+                            assert [output async for output in request][-1].finish_reason == "abort"
+                        with pytest.raises(EngineDeadError, match="goodbye"):
+                            await guest.wait_dead()
+
+                await group.start(share)
 
 
 async def test_the_owner_takes_the_engine_along() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -18,8 +19,10 @@ from anyengine import (
     EngineDeadError,
     EngineError,
     EngineSpec,
+    ProcessLauncher,
     RestartPolicy,
     SamplingParams,
+    UtilityTimeoutError,
     open_engine_client,
 )
 from anyengine.testing import scripted_spec
@@ -181,6 +184,34 @@ async def test_leaving_the_block_ends_a_restart_and_tells_who_waits_for_it() -> 
                     await anyio.wait_all_tasks_blocked()
                     assert client.health().state == "restarting"
         assert [type(error) for error in errors] == [EngineClosedError]
+
+
+async def test_a_close_in_the_moment_of_a_death_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The restart's task has not had its first turn when the block is left; what it would start, nobody would end."""
+    started: list[int] = []
+    start = ProcessLauncher.start
+
+    def note(self: ProcessLauncher, bootstrap: Any) -> Any:
+        host = start(self, bootstrap)
+        started.append(host.pid)
+        return host
+
+    monkeypatch.setattr(ProcessLauncher, "start", note)
+    for _ in range(5):
+        with contextlib.suppress(EngineDeadError):
+            async with open_engine_client(scripted_spec(), restart=AT_ONCE) as client:
+                await client.call_utility("raise_in_step", "x" * 200_000)
+                await client.generate([0])
+    assert not [pid for pid in started if is_running(pid)]
+
+
+async def test_the_timeout_of_a_call_covers_the_wait_for_a_restart() -> None:
+    async with open_engine_client(scripted_spec(), restart=RestartPolicy(limit=1, backoff=20)) as client:
+        os.kill(client.health().pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await client.wait_dead()
+        with anyio.fail_after(5), pytest.raises(UtilityTimeoutError, match="restarting"):
+            await client.call_utility("echo", 1, timeout=0.2)
 
 
 async def test_steps_of_both_lives_and_the_death_between_come_in_their_order() -> None:

@@ -208,8 +208,21 @@ class EngineClient(EngineUtilities):
         """
         if not isinstance(method, str):
             raise TypeError(f"method={method!r} ({type(method).__name__}): expected a string")
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        if timeout is None:
+            return await self._call(method, args)
+        check_seconds("timeout", timeout)
+        started = time.monotonic()
+        with anyio.move_on_after(timeout):
+            return await self._call(method, args)
+        health = self.health()
+        raise UtilityTimeoutError(
+            method,
+            f"no answer within {timeout} s (waited {time.monotonic() - started:.1f} s); the engine is "
+            f"{health.state}, {health.steps} steps made",
+            rank=self._session.link.rank,
+        )
+
+    async def _call(self, method: str, args: Sequence[Any]) -> Any:
         await checkpoint_if_cancelled()
         session = self._session
         session.check_open()
@@ -224,26 +237,13 @@ class EngineClient(EngineUtilities):
         try:
             # Copied, because the call may end by cancellation or its timeout before ZeroMQ has read the frames.
             session.send_copied(frames)
-            if timeout is None:
-                await call.wait()
-            else:
-                started = time.monotonic()
-                with anyio.move_on_after(timeout):
-                    await call.wait()
-                if not call.answered:
-                    health = self.health()
-                    raise UtilityTimeoutError(
-                        method,
-                        f"no answer within {timeout} s (waited {time.monotonic() - started:.1f} s); the engine is "
-                        f"{health.state}, {health.steps} steps made",
-                        rank=session.link.rank,
-                    )
+            await call.wait()
         finally:
             machine.forget_call(call_id)
         try:
             return call.take()
         except EngineError as error:
-            raise self._session.told(error) from error.__cause__
+            raise session.told(error) from error.__cause__
 
     async def connect_client(self, address: str, *, keys: str | os.PathLike[str] | None = None) -> None:
         """Let another client share this engine: the one that listens at ``address``, now or whenever there is one.

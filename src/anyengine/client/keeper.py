@@ -110,7 +110,9 @@ class EngineKeeper:
             self._on_death()
             return
         self._session.restarted = anyio.Event()
-        self._group.start_soon(self._restart)
+        # Made here, so that a close which comes before its first turn ends it all the same.
+        self._restarting = anyio.CancelScope()
+        self._group.start_soon(self._restart, self._restarting)
 
     def _backoff(self) -> float | None:
         """Seconds to wait before the next restart; None if there may be none."""
@@ -122,10 +124,10 @@ class EngineKeeper:
             return None
         return min(policy.backoff * 2 ** len(self._restarts), LONGEST_BACKOFF)
 
-    async def _restart(self) -> None:
+    async def _restart(self, scope: anyio.CancelScope) -> None:
         """Start new lives until one serves or no more are allowed; then tell whoever waits for it."""
         session = self._session
-        with anyio.CancelScope() as self._restarting:
+        with scope:
             while (backoff := self._backoff()) is not None:
                 self._restarts.append(time.monotonic())
                 report = session.link.report
@@ -139,6 +141,8 @@ class EngineKeeper:
                 if not await self._clear_away():
                     break
                 await anyio.sleep(backoff)
+                if session.closing:
+                    break
                 session.renew()
                 self._supervisor = self._new_supervisor()
                 try:

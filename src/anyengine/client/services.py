@@ -50,6 +50,9 @@ LAST_READ_SLICE = 0.004
 PULSE = 0.5
 """Seconds between two PINGs."""
 
+LOOKS = (0.0, 0.001, 0.005, 0.02)
+"""Seconds between the looks for an engine after a connection has ended."""
+
 UNREACHABLE_LIMIT = 1.0
 """Seconds for which a live process may be without its socket."""
 
@@ -184,27 +187,49 @@ def _handshake(session: EngineSession, frames: Sequence[bytes | memoryview]) -> 
 
 async def watch_connections(session: EngineSession, connections: Socket) -> None:
     """Follow the connections to the request socket, where engines that somebody else starts come and go."""
-    open_connections = 0
+    established = refused = unestablished_ends = 0
     while True:
         await connections.wait_readable()
+        ended = False
         while (frames := connections.receive_nowait()) is not None:
-            what = zmq.Event(int(parse_monitor_message(list(map(bytes, frames)))["event"]))
-            if what is zmq.Event.HANDSHAKE_SUCCEEDED:
-                open_connections += 1
-            elif what is zmq.Event.DISCONNECTED:
-                open_connections = max(0, open_connections - 1)
-                _look_for_engine(session, open_connections)
+            what = int(parse_monitor_message(list(map(bytes, frames)))["event"])
+            if what == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                established += 1
+            elif what != zmq.EVENT_DISCONNECTED:
+                # The end of a connection that never came about follows, and concerns nobody.
+                unestablished_ends += 1
+                if what != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or session.endpoints.keys is not None:
+                    refused += 1
+                    _log_refusal(session, refused)
+            elif unestablished_ends:
+                unestablished_ends -= 1
             else:
-                logger.warning("a peer without the right keys was refused at %s", session.endpoints.input_address)
+                established -= 1
+                ended = True
+        if ended:
+            await _look_for_engine(session, established)
 
 
-def _look_for_engine(session: EngineSession, open_connections: int) -> None:
+def _log_refusal(session: EngineSession, number: int) -> None:
+    # As for messages: whoever tries again and again does not flood the log. 1, 2, 4, 8, ...
+    if number & (number - 1) == 0:
+        where = session.endpoints.input_address
+        logger.warning("a peer without the right keys was refused at %s (%d so far)", where, number)
+
+
+async def _look_for_engine(session: EngineSession, established: int) -> None:
     """A connection has ended: see whether it was the engine's."""
     link = session.link
-    if link.machine.state is ClientState.SERVING:
-        session.send(link.machine.ping())  # which tells at once if the engine cannot be reached any more
-    if open_connections == 0 and link.identity is not None and isinstance(link.host, RemoteEngine):
-        link.host.end("lost")
+    if link.machine.state is not ClientState.SERVING:
+        if established <= 0 and link.identity is not None and isinstance(link.host, RemoteEngine):
+            link.host.end("lost")
+        return
+    # Sending tells whether the engine can be reached; ZeroMQ may need a moment to know.
+    for pause in LOOKS:
+        await anyio.sleep(pause)
+        if session.link is not link or link.machine.state is not ClientState.SERVING or link.ended.is_set():
+            return
+        session.send(link.machine.ping())
 
 
 async def keep_pulse(session: EngineSession) -> None:

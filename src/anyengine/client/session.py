@@ -161,9 +161,13 @@ class EngineSession:
     ) -> tuple[int, list[zmq.MessageTracker]]:
         """Send a request for ``owner``; its handle, and the trackers of large frames."""
         # No await from here to the end of the send: a request is registered and sent, or neither.
-        self.check_open()
-        self.check_free(request_id)
-        handle, frames = self.link.machine.add(token_ids, embeds, sampling, owner)
+        try:
+            self.check_open()
+            self.check_free(request_id)
+            handle, frames = self.link.machine.add(token_ids, embeds, sampling, owner)
+        except BaseException:
+            self.admission.update()  # the place that was meant for it
+            raise
         if request_id is not None:
             self._handles_by_id[request_id] = handle
             self._ids_by_handle[handle] = request_id

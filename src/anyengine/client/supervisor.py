@@ -160,6 +160,9 @@ class Supervisor:
         """End the engine because of something that this side found; its waiters learn ``reason``."""
         if self._link.fault is None and self._link.report is None and self._link.host is not None:
             self._link.fault = reason
+            if self._link.machine.state is ClientState.SERVING and not self._link.host.can_be_killed:
+                # It lives on, but this client's requests need not.
+                self._session.send(self._link.machine.shutdown("abort"))
             self._link.host.kill()
             self._link.announced.set()
 
@@ -241,7 +244,7 @@ class Supervisor:
                 return
             if not host.can_be_killed:
                 logger.warning(
-                    "engine %d has not ended %s s after SHUTDOWN, and a thread cannot be killed: it goes on in the "
+                    "engine %d has not ended %s s after SHUTDOWN, and cannot be killed from here: it goes on in the "
                     "background until its step returns",
                     link.rank,
                     policy.grace,

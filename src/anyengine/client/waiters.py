@@ -22,7 +22,7 @@ ErrorFactory = Callable[[], EngineError]
 class PendingCall:
     """A utility call whose answer has not come."""
 
-    __slots__ = ("_answered", "_error", "_event", "_value", "method", "rank")
+    __slots__ = ("_error", "_event", "_value", "method", "rank")
 
     def __init__(self, method: str, rank: int) -> None:
         self.method: str = method
@@ -30,12 +30,6 @@ class PendingCall:
         self._event = anyio.Event()
         self._value: Any = None
         self._error: ErrorFactory | None = None
-        self._answered = False
-
-    @property
-    def answered(self) -> bool:
-        """Whether :meth:`take` would return or raise at once."""
-        return self._answered
 
     def answer(self, error: tuple[str, str, str | None] | None, value: Any) -> None:
         """Resolve the call with what the engine said."""
@@ -46,15 +40,11 @@ class PendingCall:
             self._error = lambda: failure(
                 self.method, message, rank=self.rank, exception_type=kind, traceback=traceback
             )
-        self._resolve()
+        self._event.set()
 
     def close(self, error: ErrorFactory) -> None:
         """Resolve the call with an error."""
         self._error = error
-        self._resolve()
-
-    def _resolve(self) -> None:
-        self._answered = True
         self._event.set()
 
     async def wait(self) -> None:

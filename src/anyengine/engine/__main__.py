@@ -40,6 +40,7 @@ def main(lifeline_fd: int, bootstrap_fd: int, exception_fd: int, native_fd: int)
     try:
         proc.run()
     except Terminated:
+        proc.say_goodbye()
         raise
     except BaseException as error:
         try:

@@ -44,6 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
         core = build_engine(arguments.spec, dict(arguments.arguments))
         core.load(_Progress())
         proc = EngineCoreProc(None, context, rank=arguments.rank, engine=core)
+        signal.signal(signal.SIGTERM, proc.terminate)
         for address in arguments.connect:
             proc.connect_client(address, arguments.keys)
             logger.info("ready; serves who listens at %s", address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import zmq
 from anyengine import frames
 from anyengine.addresses import seen_from_engine
 from anyengine.engine.failures import describe_failure
-from anyengine.errors import UnencodableError
+from anyengine.errors import AddressError, UnencodableError
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.cbor import Buffer
 from anyengine.protocol.engine_machine import EngineMachine, EngineState, Event, InitReceived
@@ -61,6 +62,8 @@ class ClientConnection:
         self._monitor: zmq.Socket[bytes] | None = None
         self._is_connected = False
         self._keys_refused = False
+        self._is_open = False
+        self.left_at: float | None = None  # when it was told goodbye, if it has not gone yet
 
     @property
     def address(self) -> str:
@@ -75,14 +78,20 @@ class ClientConnection:
         bootstrap = self._bootstrap
         self.draining = False
         self.machine = EngineMachine(rank=bootstrap.rank, token=bootstrap.token)
+        self.left_at = None
         self.dealer = self._socket(zmq.DEALER)
+        self._is_open = True
         # A name of its own for each life: the router may not have noticed yet that the one before is gone.
         identity = bootstrap.rank.to_bytes(2, "little") + os.urandom(6)
         if self.lasting:
             self._monitor = self.dealer.get_monitor_socket(_CONNECTION_EVENTS)
             self._is_connected = False
         self.dealer.setsockopt(zmq.IDENTITY, identity)
-        self.dealer.connect(bootstrap.address)
+        try:
+            self.dealer.connect(bootstrap.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise AddressError(f"address={bootstrap.address!r} cannot be connected to: {error.strerror}") from error
         self.dealer.send_multipart(self.machine.hello(os.getpid()))
 
     def open_outputs(self, init: InitReceived) -> None:
@@ -111,13 +120,17 @@ class ClientConnection:
         if self._push is not None and self.machine.state is not EngineState.DEAD:
             self._push.setsockopt(zmq.LINGER, GOODBYE_LINGER)
             self.send(self.machine.goodbye())
+            self.left_at = time.monotonic()
 
     def close(self) -> None:
         """Close the sockets, giving messages already handed over a moment to leave."""
         if self._monitor is not None:
+            # Not left to the collector: what a signal raises in there is lost.
+            monitor, self._monitor = self._monitor, None
             self.dealer.disable_monitor()
-            self._monitor = None
-        if self.machine.state is not EngineState.STARTING:
+            monitor.close(linger=0)
+        if self._is_open:
+            self._is_open = False
             self.dealer.close()
         if self._push is not None:
             self._push.close()

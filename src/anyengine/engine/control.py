@@ -88,6 +88,11 @@ class SchedulerControl:
         self._waiting: list[_WaitingCall] = []
         self._sleep = Sleep(core)
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether anything sleeps."""
+        return bool(self._sleep.asleep)
+
     # ---- requests ----
 
     def add_request(self, request: EngineRequest) -> None:

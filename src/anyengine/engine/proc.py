@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import zmq
 
 from anyengine.addresses import check_address
-from anyengine.engine.connection import ClientConnection
+from anyengine.engine.connection import ClientConnection, slot_of
 from anyengine.engine.control import SchedulerControl, SchedulerState
 from anyengine.engine.core import Deferred, EngineCore, EngineRequest
 from anyengine.engine.failures import describe_failure, message_of
@@ -38,6 +39,10 @@ is longer on its way than that."""
 STAY_AWAKE = 0.0002
 """Seconds for which an engine without work looks for messages before it sleeps: to wake a thread on an idle processor
 takes longer than all the rest of a round trip, and whoever has just been answered often has the next thing to ask."""
+
+
+LEAVE_LIMIT = 0.5
+"""Seconds after which a client that was told goodbye, and did not go, is greeted anew."""
 
 
 class Terminated(SystemExit):
@@ -78,7 +83,14 @@ class EngineCoreProc:
         self._state_told = SchedulerState.RUNNING
         self._look_at = 0.0
         self._stay_awake = stay_awake
+        self._paused_by: ClientConnection | None = None
         self._ending: ShutdownMode | None = None
+        self._terminated = False
+
+    def terminate(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM. What a signal handler raises can be lost in a destructor, so it is remembered too."""
+        self._terminated = True
+        raise Terminated(128 + number)
 
     def run(self) -> None:
         """Greet, load, serve, end. Returns when the owner has ended the engine in good order.
@@ -160,8 +172,8 @@ class EngineCoreProc:
             [],
         )
         connection = ClientConnection(bootstrap, self._context, slot=slot, lasting=True)
-        self._connections.append(connection)
         connection.greet()
+        self._connections.append(connection)
 
     # ---- serving ----
 
@@ -174,9 +186,9 @@ class EngineCoreProc:
                 self._send_stats(control)
             self._await_input()
             self._receive(control)
-        if self._ending == "drain":
+        if self._ending == "drain" and self._owner is not None:
             # A paused engine has no work: what it holds and keeps is aborted.
-            while LiveHandles(self._connections) and control.has_work():
+            while self._owner.machine.live and control.has_work():
                 self._work(control)
         for connection in self._connections:
             control.abort_requests(connection.live)
@@ -191,7 +203,11 @@ class EngineCoreProc:
                     return
             if time.perf_counter() >= sleep_at:
                 break
-        zmq.zmq_poll([(socket, zmq.POLLIN) for connection in connections for socket in connection.sockets])
+        comes_and_goes = any(connection.lasting for connection in connections)
+        sockets = [(socket, zmq.POLLIN) for connection in connections for socket in connection.sockets]
+        zmq.zmq_poll(sockets, int(LEAVE_LIMIT * 1000) if comes_and_goes else -1)
+        if self._terminated:
+            raise Terminated
 
     def _receive(self, control: SchedulerControl) -> None:
         """Take in all that has come."""
@@ -199,13 +215,16 @@ class EngineCoreProc:
             while connection.has_input():
                 try:
                     event = connection.receive()
-                except MessageLostError:
-                    raise
+                    if event is not None:
+                        self._handle(control, connection, event)
+                except (MessageLostError, zmq.ZMQError) as error:
+                    if not connection.lasting:
+                        raise
+                    logger.warning("the client at %s is given up: %s", connection.address, error)
+                    self._leave(control, connection)
+                    connection.greet()
                 except ProtocolError as error:
                     logger.warning("engine %d ignored a message: %s", self._rank, error)
-                    continue
-                if event is not None:
-                    self._handle(control, connection, event)
             if connection.lasting:
                 self._look_after(control, connection)
 
@@ -214,18 +233,28 @@ class EngineCoreProc:
         if connection.has_lost_client():
             if connection.is_served:
                 logger.info("the client at %s has gone", connection.address)
-            control.abort_requests(connection.live)
+            self._leave(control, connection)
             connection.greet()
         elif connection.draining and not (connection.machine.live and control.has_work()):
-            # The next HELLO comes when this client has closed its sockets, and is for the one after it.
             logger.info("the client at %s has left", connection.address)
-            control.abort_requests(connection.live)
-            connection.draining = False
+            self._leave(control, connection)
             connection.say_goodbye()
+        elif connection.left_at is not None and time.monotonic() - connection.left_at > LEAVE_LIMIT:
+            connection.greet()  # it left, but listens on
+
+    def _leave(self, control: SchedulerControl, connection: ClientConnection) -> None:
+        """A client has gone: nothing of it stays, its pause included."""
+        connection.draining = False
+        control.abort_requests(connection.live)
+        if self._paused_by is connection:
+            self._paused_by = None
+            control.call("wake_up" if control.is_asleep else "resume_scheduler", [])
 
     def _handle(self, control: SchedulerControl, connection: ClientConnection, event: machine.Event) -> None:
         protocol = connection.machine
         match event:
+            case machine.RequestReceived(message) if slot_of(message.handle):
+                connection.send(protocol.refuse(self._steps, message.handle, "its handle has more than 56 bits"))
             case machine.RequestReceived(message):
                 request = EngineRequest(
                     handle=connection.internal(message.handle),
@@ -280,6 +309,8 @@ class EngineCoreProc:
         self, control: SchedulerControl, connection: ClientConnection, call_id: int, method: str, args: Sequence[Any]
     ) -> None:
         answer = connection.answerer(call_id)
+        if method in ("pause_scheduler", "sleep"):
+            self._paused_by = connection
         try:
             value = control.call(method, args)
         except Terminated:

@@ -46,7 +46,8 @@ class RemoteEngine:
         """It is not this process's to end."""
 
     def kill(self) -> None:
-        """It is not this process's to end."""
+        """It is not this process's to end: the client gives it up."""
+        self.end("lost")
 
     def reap(self) -> None:
         """There is no status to take."""

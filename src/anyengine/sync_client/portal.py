@@ -120,6 +120,26 @@ class Portal(Generic[T]):
             raise
         return call.result()
 
+    def finish(self, function: Callable[[], Awaitable[R]]) -> R:
+        """Run an async function that must happen and takes a moment only.
+
+        An interrupt does not cancel it, and comes out when it has ended or :data:`INTERRUPT_LIMIT` is over.
+
+        :raises EngineClosedError: if the block was left, before or meanwhile
+        :raises RuntimeError: if called in the loop's own thread, where it would wait for itself
+        """
+        self.check_open()
+        self._check_thread()
+        call = PortalCall(function, None)
+        try:
+            self._submit(call)
+            call.done.wait()
+        except BaseException:
+            self._post_surely(functools.partial(self._start, call))
+            call.done.wait(INTERRUPT_LIMIT)
+            raise
+        return call.result()
+
     def call_now(self, function: Callable[[], R]) -> R:
         """The same for a function that is not async."""
 
@@ -218,6 +238,9 @@ class Portal(Generic[T]):
         self._scope.cancel()
 
     def _start(self, call: PortalCall[Any]) -> None:
+        if call.started:
+            return
+        call.started = True
         if self._accepting:
             self._group.start_soon(self._run, call)
         else:

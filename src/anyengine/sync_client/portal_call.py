@@ -47,7 +47,7 @@ class PortalCall(Generic[T]):
     ``undo`` takes a value that the function returned though its caller had been interrupted.
     """
 
-    __slots__ = ("_abandoned", "_error", "_function", "_scope", "_undo", "_values", "done", "gone")
+    __slots__ = ("_abandoned", "_error", "_function", "_scope", "_undo", "_values", "done", "gone", "started")
 
     def __init__(self, function: Callable[[], Awaitable[T]], undo: Callable[[T], Awaitable[object]] | None) -> None:
         self._function = function
@@ -56,6 +56,7 @@ class PortalCall(Generic[T]):
         self._error: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
         self._abandoned = False
+        self.started = False
         self.done: Latch = Latch()
         self.gone: Latch = Latch()
 

@@ -190,7 +190,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         :raises EngineClosedError: if the client is closed
         """
         own = check_handles(handles)
-        self._portal.call(lambda: self._abort(own))
+        self._portal.finish(lambda: self._abort(own))
 
     async def _abort(self, handles: Sequence[int]) -> None:
         await self._client.abort_requests(handles)

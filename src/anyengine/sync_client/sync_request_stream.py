@@ -52,7 +52,7 @@ class SyncRequestStream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with contextlib.suppress(EngineClosedError):  # the engine is gone, and the request with it
-            self._portal.call(self._abort)
+            self._portal.finish(self._abort)
 
     def __iter__(self) -> Self:
         return self
