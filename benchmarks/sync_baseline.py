@@ -50,7 +50,8 @@ class SyncBaselineClient:
     def __exit__(self, *exception: object) -> None:
         self.process.kill()
         self.process.wait()
-        self._context.destroy(linger=0)  # which ends the reader
+        self._input.close(linger=0)
+        self._context.term()  # which ends the reader
         self._reader.join()
         shutil.rmtree(self._directory)
 
@@ -67,8 +68,8 @@ class SyncBaselineClient:
                     self._calls.pop(answer.call_id).set_result(answer.result)
                 else:
                     self._calls.pop(answer.call_id).set_exception(RuntimeError(answer.failure_message))
-        except zmq.ZMQError:
-            pass
+        except zmq.ContextTerminated:
+            self._output.close(linger=0)
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], max_tokens: int) -> None:
         """Send a request; its outputs come from :meth:`get_output`."""

@@ -56,7 +56,7 @@ class PortalCall(Generic[T]):
         self._error: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
         self._abandoned = False
-        self.started = False
+        self.started: bool = False
         self.done: Latch = Latch()
         self.gone: Latch = Latch()
 
