@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -88,9 +88,8 @@ class EngineCoreProc:
         self._terminated = False
 
     def terminate(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM. What a signal handler raises can be lost in a destructor, so it is remembered too."""
+        """Handle SIGTERM: the loop ends after this step. What a handler raises can be lost in a destructor."""
         self._terminated = True
-        raise Terminated(128 + number)
 
     def run(self) -> None:
         """Greet, load, serve, end. Returns when the owner has ended the engine in good order.
@@ -179,6 +178,8 @@ class EngineCoreProc:
 
     def _serve(self, control: SchedulerControl) -> None:
         while self._ending is None:
+            if self._terminated:
+                raise Terminated
             if control.has_work():
                 self._work(control)
                 continue
@@ -206,8 +207,6 @@ class EngineCoreProc:
         comes_and_goes = any(connection.lasting for connection in connections)
         sockets = [(socket, zmq.POLLIN) for connection in connections for socket in connection.sockets]
         zmq.zmq_poll(sockets, int(LEAVE_LIMIT * 1000) if comes_and_goes else -1)
-        if self._terminated:
-            raise Terminated
 
     def _receive(self, control: SchedulerControl) -> None:
         """Take in all that has come."""
@@ -221,8 +220,7 @@ class EngineCoreProc:
                     if not connection.lasting:
                         raise
                     logger.warning("the client at %s is given up: %s", connection.address, error)
-                    self._leave(control, connection)
-                    connection.greet()
+                    self._part(control, connection, connection.greet)
                 except ProtocolError as error:
                     logger.warning("engine %d ignored a message: %s", self._rank, error)
             if connection.lasting:
@@ -233,19 +231,18 @@ class EngineCoreProc:
         if connection.has_lost_client():
             if connection.is_served:
                 logger.info("the client at %s has gone", connection.address)
-            self._leave(control, connection)
-            connection.greet()
+            self._part(control, connection, connection.greet)
         elif connection.draining and not (connection.machine.live and control.has_work()):
             logger.info("the client at %s has left", connection.address)
-            self._leave(control, connection)
-            connection.say_goodbye()
+            self._part(control, connection, connection.say_goodbye)
         elif connection.left_at is not None and time.monotonic() - connection.left_at > LEAVE_LIMIT:
             connection.greet()  # it left, but listens on
 
-    def _leave(self, control: SchedulerControl, connection: ClientConnection) -> None:
-        """A client has gone: nothing of it stays, its pause included."""
+    def _part(self, control: SchedulerControl, connection: ClientConnection, last_word: Callable[[], None]) -> None:
+        """A client goes or has gone: nothing of it stays, its pause included."""
         connection.draining = False
         control.abort_requests(connection.live)
+        last_word()
         if self._paused_by is connection:
             self._paused_by = None
             control.call("wake_up" if control.is_asleep else "resume_scheduler", [])
