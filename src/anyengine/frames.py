@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import zmq
@@ -20,6 +21,21 @@ HEARTBEAT = 1000
 
 HEARTBEAT_LIMIT = 5000
 """Milliseconds without any after which such a connection counts as lost."""
+
+
+CONNECTION_EVENTS = int(
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+"""What a socket's monitor has to tell of connections that come about, are refused, and end."""
+
+
+def connection_event(message: Sequence[bytes | memoryview]) -> int:
+    """The event in a message of a socket's monitor: one of :data:`CONNECTION_EVENTS`."""
+    return int.from_bytes(message[0][:2], sys.byteorder)
 
 
 def notice_silence(socket: zmq.Socket[bytes]) -> None:

@@ -23,7 +23,7 @@ _DEFAULT_SAMPLING = SamplingParams()
 
 
 class EngineClient(EngineUtilities):
-    """One engine in a child process. ``open_engine_client`` makes it and owns what runs behind it.
+    """One engine, wherever it runs. ``open_engine_client`` makes it and owns what runs behind it.
 
     Every await ends: with a value, with an error, or with cancellation. After the engine's death each call and each
     waiter gets :class:`EngineDeadError`, after the client's block :class:`EngineClosedError`. Use it from the event
@@ -249,7 +249,8 @@ class EngineClient(EngineUtilities):
         """Let another client share this engine: the one that listens at ``address``, now or whenever there is one.
 
         That is a client opened with ``open_engine_client(address=...)``, in this process or another. Each gets the
-        outputs of its own requests; if one leaves or dies, its requests are aborted and the others notice nothing.
+        outputs of its own requests; if one leaves or dies, its requests are aborted and the others notice nothing. An
+        engine that is started again has to be told again.
 
         :param keys: the file of keys that it has, on the engine's machine
         :raises UtilityError: if the address is malformed or the keys cannot be used

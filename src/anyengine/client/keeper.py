@@ -102,10 +102,8 @@ class EngineKeeper:
 
     def _ended(self) -> None:
         """A life ended in which the engine was not being closed."""
-        if self._starting:
-            return  # whoever starts it is told
-        if self._session.closing:
-            return
+        if self._starting or self._session.closing:
+            return  # whoever starts or closes it is told
         if self._restart_policy is None or self._group is None or self._backoff() is None:
             self._on_death()
             return

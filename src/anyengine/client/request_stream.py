@@ -47,6 +47,7 @@ class RequestStream:
         "_stall_limit",
         "_token_ids",
         "_tokens",
+        "_wakes_early",
         "_whole",
         "request_id",
     )
@@ -69,6 +70,7 @@ class RequestStream:
         self._sampling = sampling
         self._whole = whole  # the reader wants all of it in one piece
         self._stall_limit = stall_limit
+        self._wakes_early = not whole or stall_limit is not None  # before the end of the request
         self._handle: int | None = None
         self._tokens: list[int] = []
         self._details: list[OutputDetails] = []
@@ -83,7 +85,7 @@ class RequestStream:
     def push_token(self, token: int) -> None:
         """One more token and nothing else."""
         self._tokens.append(token)
-        if self._parked and (not self._whole or self._stall_limit is not None):
+        if self._parked and self._wakes_early:
             self._unpark()
 
     def keep_token(self, token: int) -> None:
@@ -100,7 +102,7 @@ class RequestStream:
                 self._error = lambda: RequestError(message)
             else:
                 self._details.append(details)
-        if self._parked and (self._finish is not None or not self._whole or self._stall_limit is not None):
+        if self._parked and (self._finish is not None or self._wakes_early):
             self._unpark()
 
     def _unpark(self) -> None:

@@ -14,11 +14,11 @@ import anyio
 import zmq
 from anyio import to_thread
 from anyio.lowlevel import checkpoint
-from zmq.utils.monitor import parse_monitor_message
 
 from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
 from anyengine.errors import ProtocolError
+from anyengine.frames import connection_event
 from anyengine.process.remote_engine import RemoteEngine
 from anyengine.protocol.client_events import (
     CallAnswered,
@@ -191,8 +191,8 @@ async def watch_connections(session: EngineSession, connections: Socket) -> None
     while True:
         await connections.wait_readable()
         ended = False
-        while (frames := connections.receive_nowait()) is not None:
-            what = int(parse_monitor_message(list(map(bytes, frames)))["event"])
+        while (message := connections.receive_nowait()) is not None:
+            what = connection_event(message)
             if what == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 established += 1
             elif what != zmq.EVENT_DISCONNECTED:

@@ -28,14 +28,6 @@ GOODBYE_LINGER = 2000
 SLOT_BITS = 56
 """Bits of a request's handle that its client draws; above them stands the slot of the client's connection."""
 
-_CONNECTION_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-)
-
 _CLIENT_BITS = (1 << SLOT_BITS) - 1
 
 
@@ -84,7 +76,7 @@ class ClientConnection:
         # A name of its own for each life: the router may not have noticed yet that the one before is gone.
         identity = bootstrap.rank.to_bytes(2, "little") + os.urandom(6)
         if self.lasting:
-            self._monitor = self.dealer.get_monitor_socket(_CONNECTION_EVENTS)
+            self._monitor = self.dealer.get_monitor_socket(frames.CONNECTION_EVENTS)
             self._is_connected = False
         self.dealer.setsockopt(zmq.IDENTITY, identity)
         try:
@@ -179,7 +171,7 @@ class ClientConnection:
         """Whether the connection that HELLO was said on has ended."""
         lost = False
         while self._monitor is not None and frames.has_input(self._monitor):
-            event = int.from_bytes(frames.receive_nowait(self._monitor)[0][:2], "little")
+            event = frames.connection_event(frames.receive_nowait(self._monitor))
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_connected = True
             elif event == zmq.EVENT_DISCONNECTED:

@@ -40,7 +40,6 @@ STAY_AWAKE = 0.0002
 """Seconds for which an engine without work looks for messages before it sleeps: to wake a thread on an idle processor
 takes longer than all the rest of a round trip, and whoever has just been answered often has the next thing to ask."""
 
-
 LEAVE_LIMIT = 0.5
 """Seconds after which a client that was told goodbye, and did not go, is greeted anew."""
 

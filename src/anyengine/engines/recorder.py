@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anyengine.engine.core import EngineCore, utility
+from anyengine.engine.loading import import_object
 
 _METHOD = re.compile(r"[A-Za-z]\w*")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -104,8 +104,7 @@ class RecordingUtilities(EngineCore):
         if _METHOD.fullmatch(method):
             function = getattr(self, method)
         elif _FUNCTION.fullmatch(method):
-            module, _, name = method.partition(":")
-            function = getattr(importlib.import_module(module), name)
+            function = import_object(method)
             worker = (self,)
         else:
             raise ValueError(f"method={method!r}: expected the name of a public method, or 'package.module:function'")

@@ -24,14 +24,6 @@ TransportName = Literal["ipc", "tcp", "inproc"]
 TERM_LIMIT = 0.1
 """Seconds that the end of the context may take."""
 
-_CONNECTION_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-)
-
 
 class Endpoints:
     """A client's two sockets, bound: requests go out on ``router``, outputs come in on ``pull``.
@@ -70,7 +62,7 @@ class Endpoints:
             # The end of the engine's connection on this socket says that all it sent has arrived.
             monitor: zmq.Socket[bytes] = pull.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             if self._attached:
-                self.connections = Socket(router.get_monitor_socket(_CONNECTION_EVENTS))
+                self.connections = Socket(router.get_monitor_socket(frames.CONNECTION_EVENTS))
         except BaseException:
             self.context.destroy(linger=0)
             if self._directory is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 import re
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
+from anyengine.engine.loading import import_object
 from anyengine.engines.transformers.kv_cache import KVCache
 from anyengine.engines.transformers.model import CausalModel
 from anyengine.engines.transformers.scheduler import Chunk, Request
@@ -114,8 +114,7 @@ def call_worker(worker: Worker, method: str, args: Sequence[Any], kwargs: Mappin
         return function(*args, **kwargs)
     if not _FUNCTION.fullmatch(method):
         raise ValueError(f"method={method!r}: expected the name of a worker's method, or 'package.module:function'")
-    module, _, name = method.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = import_object(method)
     if not callable(function):
         raise TypeError(f"method={method!r}: {type(function).__name__} cannot be called")
     return function(worker, *args, **kwargs)
