@@ -21,7 +21,6 @@ from anyengine.client.checks import (
 )
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.session import EngineSession
-from anyengine.client.waiters import PendingCall
 from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
@@ -296,17 +295,8 @@ class EngineClient(EngineUtilities):
         if method not in self.info.utilities:
             known = ", ".join(self.info.utilities)
             raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
-        call = PendingCall(method, session.link.rank)
-        machine = session.link.machine
-        call_id, frames = machine.call(method, args, call)
         try:
-            # Copied, because the call may end by cancellation or its timeout before ZeroMQ has read the frames.
-            session.send_copied(frames)
-            await call.wait()
-        finally:
-            machine.forget_call(call_id)
-        try:
-            return call.take()
+            return await session.call(method, args)
         except EngineError as error:
             raise session.told(error) from error.__cause__
 
@@ -315,14 +305,16 @@ class EngineClient(EngineUtilities):
 
         That is a client opened with ``open_engine_client(address=...)``, in this process or another. Each gets the
         outputs of its own requests; if one leaves or dies, its requests are aborted and the others notice nothing. An
-        engine that is started again has to be told again.
+        engine that is started again connects to it again.
 
         :param keys: the file of keys that it has, on the engine's machine
         :raises UtilityError: if the address is malformed or the keys cannot be used
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
         """
-        await self.call_utility("connect_client", address, None if keys is None else os.fspath(keys))
+        path = None if keys is None else os.fspath(keys)
+        await self.call_utility("connect_client", address, path)
+        self._session.guests[address] = path
 
     def _prepare(
         self,

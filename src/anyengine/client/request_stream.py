@@ -269,6 +269,8 @@ def _merge(kind: type[R], request_id: str, tokens: list[int], details: list[Outp
     if not details:
         return kind(request_id=request_id, token_ids=tokens)
     last = details[-1]
+    if len(details) == 1 and last.is_plain:
+        return kind(request_id=request_id, token_ids=tokens, finish_reason=last.finish_reason)
     logprobs = [position for more in details if more.logprobs is not None for position in more.logprobs]
     events = [event for more in details if more.events is not None for event in more.events]
     prompt = next((more.prompt_logprobs for more in details if more.prompt_logprobs is not None), None)

@@ -16,7 +16,7 @@ from anyengine.client.delivery import Delivery
 from anyengine.client.link import EngineLink
 from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_stream import RequestStream
-from anyengine.client.waiters import ErrorFactory, OutputQueue
+from anyengine.client.waiters import ErrorFactory, OutputQueue, PendingCall
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError, RequestError
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.process.remote_engine import RemoteEngine
@@ -62,6 +62,7 @@ class EngineSession:
         self.restarted: anyio.Event | None = None  # while a dead engine is started again; set when that has an end
         self.waits_for_restart = False
         self.refused_messages = 0
+        self.guests: dict[str, str | None] = {}  # other clients that share the engine: addresses, and files of keys
         self._handles_by_id: dict[str, int] = {}
         self._ids_by_handle: dict[int, str] = {}
         self._trackers: list[zmq.MessageTracker] = []
@@ -177,6 +178,23 @@ class EngineSession:
             self._handles_by_id[request_id] = handles[0]
             self._ids_by_handle[handles[0]] = request_id
         return handles, self.send(frames)
+
+    async def call(self, method: str, args: Sequence[Any]) -> Any:
+        """Call a utility of the engine as it is now; returns what it returned.
+
+        :raises EngineError: if the utility failed, or the engine died or the client was closed meanwhile
+        :raises UnencodableError: if an argument cannot travel
+        """
+        call = PendingCall(method, self.link.rank)
+        machine = self.link.machine
+        call_id, frames = machine.call(method, args, call)
+        try:
+            # Copied, because the call may end by cancellation or its timeout before ZeroMQ has read the frames.
+            self.send_copied(frames)
+            await call.wait()
+        finally:
+            machine.forget_call(call_id)
+        return call.take()
 
     def abort(self, handles: Iterable[int]) -> None:
         """Abort these requests, whoever made them; unknown handles are ignored."""

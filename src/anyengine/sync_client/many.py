@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from anyengine.client.checks import check_prompt
-from anyengine.client.request_group import IndexedPrompt, IndexedResult, RequestGroup
+from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.session import EngineSession
 from anyengine.errors import EngineError, RequestError
 from anyengine.params import RequestOptions, SamplingParams
@@ -18,7 +18,7 @@ from anyengine.types import Completion, EngineInfo
 
 
 class GroupExchange:
-    """Hands prompts to a group and results to the caller, in one crossing and without a task.
+    """Hands prompts to a group and results to the caller, in batches and without a task.
 
     :param info: what the engine said of itself
     """
@@ -30,16 +30,23 @@ class GroupExchange:
         self._results: list[IndexedResult] = []
         self._refused: list[IndexedResult] = []
 
-    def __call__(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[IndexedResult]:
-        """Send more requests, and return the results that have come since the last time, one at least.
+    def send(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Send more requests, without waiting for anything.
 
         :raises TypeError: if a prompt is none
+        """
+        checked = [(index, tokens) for index, prompt in prompts if (tokens := self._check(index, prompt)) is not None]
+        if checked:
+            self._portal.post(functools.partial(self._group.add, checked))
+
+    def receive(self) -> list[IndexedResult]:
+        """The results that have come since the last time, one at least.
+
         :raises EngineDeadError: if the engine died, after all results from before
         :raises EngineClosedError: if the client was closed
         """
-        checked = [(index, tokens) for index, prompt in prompts if (tokens := self._check(index, prompt)) is not None]
-        if checked or not self._refused:
-            self._portal.wait(functools.partial(self._listen, checked))
+        if not self._refused:
+            self._portal.wait(self._listen)
         results = [*self._refused, *self._results]
         self._refused, self._results = [], []
         return results
@@ -53,8 +60,7 @@ class GroupExchange:
 
     # ---- in the loop's thread ----
 
-    def _listen(self, prompts: Sequence[IndexedPrompt], wait: PortalWait) -> Callable[[], object]:
-        self._group.add(prompts)
+    def _listen(self, wait: PortalWait) -> Callable[[], object]:
         self._group.listen(functools.partial(self._collect, wait))
         return self._group.stop_listening
 
@@ -118,16 +124,24 @@ def generate_many(
     """The results of ``prompts`` as they come. Prompts are taken from their iterator when there is room for them."""
     exchange = GroupExchange(portal, group, info)
     numbered = enumerate(prompts)
-    running = 0
     task = portal.start(group.run)
     try:
-        while True:
-            batch = list(itertools.islice(numbered, max_concurrency - running))
-            running += len(batch)
-            if not running:
-                return
-            results = exchange(batch)
+        running = _send_more(exchange, numbered, max_concurrency)
+        while running:
+            results = exchange.receive()
             running -= len(results)
+            try:
+                # Before the results are looked at: the engine is not to wait for that.
+                running += _send_more(exchange, numbered, max_concurrency - running)
+            except BaseException:
+                yield from results  # what went wrong with the prompts comes after what there is already
+                raise
             yield from results
     finally:
         portal.abandon(task)
+
+
+def _send_more(exchange: GroupExchange, numbered: Iterator[tuple[int, Sequence[int]]], limit: int) -> int:
+    batch = list(itertools.islice(numbered, limit))
+    exchange.send(batch)
+    return len(batch)

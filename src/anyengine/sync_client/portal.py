@@ -88,7 +88,7 @@ class Portal(Generic[T]):
         """
         self._check_thread()
         try:
-            self._post(self._leave)
+            self.post(self._leave)
             self._ended.wait()
         except BaseException:
             self._post_surely(self._leave)
@@ -205,9 +205,10 @@ class Portal(Generic[T]):
                 call.close()
                 return
             self._calls.add(call)
-        self._post(functools.partial(self._start, call))
+        self.post(functools.partial(self._start, call))
 
-    def _post(self, function: Callable[[], object]) -> None:
+    def post(self, function: Callable[[], object]) -> None:
+        """Have the loop call a function soon, unless it ends first."""
         # The loop may end at any moment: then nothing is left for the function to do.
         with contextlib.suppress(RuntimeError):
             self._run_soon(function)
@@ -216,7 +217,7 @@ class Portal(Generic[T]):
         """Post what has to happen after an interrupt, whatever interrupts this; the first one is on its way up."""
         while True:
             try:
-                return self._post(function)
+                return self.post(function)
             except KeyboardInterrupt:
                 continue
 

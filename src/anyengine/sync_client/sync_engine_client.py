@@ -202,8 +202,9 @@ class SyncEngineClient(BlockingEngineUtilities):
         """Many requests, each to its end: pairs of a prompt's index and its completion, in the order of completion.
 
         A request that is refused or fails gives its :class:`RequestError` in place of the completion, and the others go
-        on. Prompts are taken from ``prompts`` in the calling thread, as there is room for them, so that a generator may
-        read them from a file. Ending the iteration early, however that happens, aborts what runs.
+        on. Prompts are taken from ``prompts`` in the calling thread, when others have ended and before the results of
+        those are given out, so that a generator may read them from a file. Ending the iteration early, however that
+        happens, aborts what runs.
 
         :param prompts: each prompt as token ids (u32)
         :param max_concurrency: requests that are under way at a time; more than the client's ``max_requests`` are
