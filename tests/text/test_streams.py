@@ -184,6 +184,7 @@ async def test_what_is_wrong_with_a_request() -> None:
         for options, error, message in (
             ({"prompt": 5}, TypeError, r"prompt=5 \(int\): expected text, messages or token ids"),
             ({"prompt": b"Hi"}, TypeError, "expected text, messages or token ids"),
+            ({"prompt": ["Hi"]}, TypeError, "expected text, messages or token ids"),
             ({"prompt": {"role": "user"}}, TypeError, "expected text, messages or token ids"),
             ({"stop": ""}, RequestError, r"stop\[0\]=''"),
             ({"chat_options": {"tools": []}}, TypeError, "chat_options are for a prompt of messages"),
@@ -194,7 +195,7 @@ async def test_what_is_wrong_with_a_request() -> None:
         for text, options, error, message in (
             (TEXT, {"prompt": ""}, RequestError, "expected text that has at least one token"),
             (TEXT, {"prompt": []}, RequestError, "expected at least one token"),
-            (TEXT, {"prompt": ["Hi"]}, TypeError, r"prompt_token_ids\[0\]='Hi'"),
+            (TEXT, {"prompt": [1, "Hi"]}, TypeError, r"prompt_token_ids\[1\]='Hi'"),
             (TEXT, {"prompt": "\ud83c"}, RequestError, "surrogate"),
             (TEXT, {"prompt": [{"role": "usr"}]}, RequestError, "the role 'usr'"),
             (TEXT, {"sampling_params": SamplingParams(top_k=3)}, RequestError, "top_k"),

@@ -50,12 +50,17 @@ class TextRequest:
         skip_special_tokens: bool = True,
         chat_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+        first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) else None
+        if (
+            isinstance(prompt, bytes | Mapping)
+            or not isinstance(prompt, Iterable)
+            or (isinstance(first, str) and not isinstance(prompt, str))
+        ):
             raise TypeError(f"prompt={prompt!r:.80} ({type(prompt).__name__}): expected text, messages or token ids")
         self.sampling = sampling
         self._text = text
         self._prompt = prompt
-        self._is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        self._is_chat = isinstance(first, Mapping)
         self._stop = check_stop(stop)
         self._include_stop = include_stop_str_in_output
         self._skip_special_tokens = skip_special_tokens
