@@ -272,6 +272,19 @@ async def test_a_request_that_stalls() -> None:
         assert (await TEXT.generate(client, "Say", ENDLESS, stop=["far"])).text == "So "
 
 
+async def test_a_stall_comes_after_the_text_that_was_held_back() -> None:
+    async with open_engine_client(scripted_spec(script=script_of("So fa") + NO_TEXT, step_delay=0.001)) as client:
+        text = ""
+        async with TEXT.open_stream(client, "Say", ENDLESS, stop=["far"], stall_limit=0.3) as stream:
+            await read_tokens(stream, 5)
+            await client.pause_scheduler("keep")
+            with pytest.raises(RequestStalledError):
+                async for output in stream:
+                    text += output.text
+            assert await read(stream) == []
+        assert text == "fa"
+
+
 # ---- cancellation ----
 
 

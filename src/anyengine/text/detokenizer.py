@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -48,16 +48,13 @@ class ByteDetokenizer:
             return self._utf8.decode(b"".join(map(self._table.__getitem__, token_ids)))
         return self._feed_first(iter(token_ids))
 
-    def _feed_first(self, token_ids: Iterable[int]) -> str:
+    def _feed_first(self, token_ids: Iterator[int]) -> str:
         data = b""
-        for token in token_ids:
-            if not self._begun:
-                data += self._table.as_first(token)
-                # A first token may be nothing but the mark of a space; only a hidden one does not begin the text.
-                self._begun = bool(self._table[token])
-            else:
-                data += self._table[token]
-        text = self._utf8.decode(data)
+        while not self._begun and (token := next(token_ids, None)) is not None:
+            data = self._table.as_first(token)
+            # A first token may be nothing but the mark of a space; only a hidden one does not begin the text.
+            self._begun = bool(self._table[token])
+        text = self._utf8.decode(data + b"".join(map(self._table.__getitem__, token_ids)))
         while self._strip and text:
             self._strip, text = (self._strip - 1, text[1:]) if text[0] == " " else (0, text)
         return text

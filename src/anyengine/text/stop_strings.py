@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ class StopMatcher:
         self.matched: str | None = None
         self._stop = stop
         self._include = include
+        self._beginning = re.compile(f"[{''.join(re.escape(string[0]) for string in stop)}]")
         self._tail = ""  # of the text so far, what may be the beginning of a stop string
 
     def feed(self, piece: str, *, counts: bool = True) -> str:
@@ -48,6 +50,8 @@ class StopMatcher:
         :param counts: whether a stop string that ends in this piece is one
         """
         text = self._tail + piece
+        if self._beginning.search(text) is None:  # as most text is: nothing in it begins a stop string
+            return text
         passed = len(self._tail) if self._include else 0
         if counts and piece and (found := self._find(text)) is not None:
             start, end = found
