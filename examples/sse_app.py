@@ -33,10 +33,12 @@ from anyengine.text import TextStream
 def make_app(client: EngineClient, model: Model, ending: anyio.Event) -> Starlette:
     """The application for an engine that is ready. Set ``ending`` to have its streams end, each with an error event."""
 
+    text = model.text  # read here, before there is anybody whom it would hold up
+
     async def generate(request: Request) -> Response:
         try:
             prompt, sampling, stop = parse(await request.json())
-            stream = model.text.open_stream(client, prompt, sampling, stop=stop)
+            stream = text.open_stream(client, prompt, sampling, stop=stop)
         except (EngineError, TypeError, ValueError) as error:
             return failure(error)
         return EventStream(stream, ending)

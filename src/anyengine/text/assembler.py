@@ -28,7 +28,7 @@ class TextAssembler:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._tokens = 0
-        self.ended = False
+        self.ended: bool = False
         """Whether the last output has come: nothing more of this request is wanted."""
         self.error: EngineError | None = None
         """What ended the request, while nobody has been told of it."""
@@ -46,7 +46,9 @@ class TextAssembler:
         ended = output.finish_reason is not None
         if self._matcher is None:
             text = self._detokenizer.feed(shown)
-            return with_text(output, text + self._detokenizer.finish() if ended else text)
+            if ended:
+                text += self._detokenizer.finish()
+            return with_text(output, text)
         return self._feed_matcher(self._matcher, output, shown, ended)
 
     def _feed_matcher(
@@ -82,7 +84,8 @@ class TextAssembler:
     def raise_error(self) -> None:
         """Raise the error that was kept, if there is one; it is raised once."""
         if self.error is not None:
-            error, self.error, self.ended = self.error, None, True
+            error, self.error = self.error, None
+            self.ended = True
             raise error
 
     @staticmethod
