@@ -32,7 +32,6 @@ from anyengine.text import TextStream
 
 def make_app(client: EngineClient, model: Model, ending: anyio.Event) -> Starlette:
     """The application for an engine that is ready. Set ``ending`` to have its streams end, each with an error event."""
-
     text = model.text  # read here, before there is anybody whom it would hold up
 
     async def generate(request: Request) -> Response:

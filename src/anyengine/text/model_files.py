@@ -45,9 +45,9 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
-        hint = "an engine converts it when it first loads it" if directory == model_directory(DEFAULT) else (
-            "transformers makes one of other formats: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        )  # fmt: skip
+        hint = "transformers makes one of other formats: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        if directory == model_directory(DEFAULT):
+            hint = "an engine converts it when it first loads it"
         raise ModelError(f"{path}: there is no such file; {hint}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
