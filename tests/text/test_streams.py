@@ -188,6 +188,7 @@ async def test_what_is_wrong_with_a_request() -> None:
             ({"prompt": {"role": "user"}}, TypeError, "expected text, messages or token ids"),
             ({"stop": ""}, RequestError, r"stop\[0\]=''"),
             ({"chat_options": {"tools": []}}, TypeError, "chat_options are for a prompt of messages"),
+            ({"stops": ["a"]}, TypeError, "unexpected keyword argument 'stops'"),
             ({"client": TEXT}, TypeError, "expected an EngineClient; open_sync_stream"),
         ):
             with pytest.raises(error, match=message):
@@ -199,6 +200,8 @@ async def test_what_is_wrong_with_a_request() -> None:
             (TEXT, {"prompt": "\ud83c"}, RequestError, "surrogate"),
             (TEXT, {"prompt": [{"role": "usr"}]}, RequestError, "the role 'usr'"),
             (TEXT, {"sampling_params": SamplingParams(top_k=3)}, RequestError, "top_k"),
+            (TEXT, {"priority": "high"}, TypeError, "priority='high'"),
+            (TEXT, {"cache_salt": "s"}, RequestError, "cache_salt"),
             (no_chat, {"prompt": [{"role": "user", "content": "Hi"}]}, ModelError, "no chat template"),
         ):
             with pytest.raises(error, match=message):

@@ -18,9 +18,9 @@ from anyengine.cli import INSTALL
 from anyengine.cli.generate import Job, run
 from anyengine.errors import KeysError
 from anyengine.keys import ConnectionKeys
+from anyengine.params import SamplingParams
 from anyengine.text.model_files import DEFAULT
 from anyengine.text.stop_strings import check_stop
-from anyengine.types import SamplingParams
 
 app: typer.Typer = typer.Typer(
     name="anyengine",

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from anyengine.client.engine_client import EngineClient
 from anyengine.errors import ModelError, RequestError
+from anyengine.params import SamplingParams
 from anyengine.sync_client.sync_engine_client import SyncEngineClient
 from anyengine.text import model_files
 from anyengine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -19,7 +20,6 @@ from anyengine.text.sync_text_stream import SyncTextStream
 from anyengine.text.text_request import Prompt, TextOptions, TextRequest
 from anyengine.text.text_stream import TextStream
 from anyengine.text.vocabulary import TokenBytes, decoding_of
-from anyengine.types import SamplingParams
 
 if TYPE_CHECKING:
     from anyengine.text.chat_template import ChatTemplate
@@ -167,9 +167,6 @@ class ModelText:
         client: EngineClient,
         prompt: Prompt,
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
-        *,
-        request_id: str | None = None,
-        stall_limit: float | None = None,
         **options: Unpack[TextOptions],
     ) -> TextStream:
         """One request, as an async context manager that iterates over its outputs, each with its text.
@@ -178,7 +175,6 @@ class ModelText:
         the request in the engine as soon as the token that completes it has come.
 
         :param prompt: text to go on from, the messages of a chat to answer, or token ids to go on from
-        :param request_id: see :meth:`EngineClient.open_request`, and so for ``stall_limit``
         :param options: ``stop`` and others, see :class:`TextOptions`
         :raises TypeError: if an argument has the wrong type, here or when it is entered
         :raises RequestError: if a stop string is empty; when it is entered, if the prompt cannot be encoded (see
@@ -187,27 +183,20 @@ class ModelText:
         """
         if not isinstance(client, EngineClient):
             raise TypeError(f"client={client!r:.80}: expected an EngineClient; open_sync_stream takes the blocking one")
-        request = TextRequest(self, prompt, sampling_params, **options)
-        return TextStream(client, request, request_id=request_id, stall_limit=stall_limit)
+        return TextStream(client, TextRequest(self, prompt, sampling_params, **options))
 
     async def generate(
         self,
         client: EngineClient,
         prompt: Prompt,
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
-        *,
-        request_id: str | None = None,
-        stall_limit: float | None = None,
         **options: Unpack[TextOptions],
     ) -> TextCompletion:
         """One request to its end. Parameters and errors as :meth:`open_stream`; cancelling it aborts the request.
 
         :raises EngineDeadError: if the engine dies before the last token
         """
-        stream = self.open_stream(
-            client, prompt, sampling_params, request_id=request_id, stall_limit=stall_limit, **options
-        )
-        async with stream:
+        async with self.open_stream(client, prompt, sampling_params, **options) as stream:
             return await stream.completion()
 
     def open_sync_stream(
@@ -215,9 +204,6 @@ class ModelText:
         client: SyncEngineClient,
         prompt: Prompt,
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
-        *,
-        request_id: str | None = None,
-        stall_limit: float | None = None,
         **options: Unpack[TextOptions],
     ) -> SyncTextStream:
         """One request, as a context manager that iterates over its outputs, each with its text.
@@ -226,22 +212,15 @@ class ModelText:
         """
         if not isinstance(client, SyncEngineClient):
             raise TypeError(f"client={client!r:.80}: expected a SyncEngineClient; open_stream takes the async one")
-        request = TextRequest(self, prompt, sampling_params, **options)
-        return SyncTextStream(client, request, request_id=request_id, stall_limit=stall_limit)
+        return SyncTextStream(client, TextRequest(self, prompt, sampling_params, **options))
 
     def generate_sync(
         self,
         client: SyncEngineClient,
         prompt: Prompt,
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
-        *,
-        request_id: str | None = None,
-        stall_limit: float | None = None,
         **options: Unpack[TextOptions],
     ) -> TextCompletion:
         """One request to its end, as a blocking call. Parameters and errors as :meth:`generate`."""
-        stream = self.open_sync_stream(
-            client, prompt, sampling_params, request_id=request_id, stall_limit=stall_limit, **options
-        )
-        with stream:
+        with self.open_sync_stream(client, prompt, sampling_params, **options) as stream:
             return stream.completion()

@@ -20,30 +20,24 @@ class SyncTextStream:
     the request. One thread at a time may iterate.
     """
 
-    def __init__(
-        self, client: SyncEngineClient, request: TextRequest, *, request_id: str | None, stall_limit: float | None
-    ) -> None:
+    def __init__(self, client: SyncEngineClient, request: TextRequest) -> None:
         self.prompt_token_ids: list[int] = []
         """The tokens of the prompt, once it is entered."""
         self._client = client
         self._request = request
-        self._request_id = request_id
-        self._stall_limit = stall_limit
         self._running: tuple[SyncRequestStream, TextAssembler] | None = None
 
     @property
     def request_id(self) -> str | None:
         """The name that the request was given, or got when it was sent."""
-        return self._request_id if self._running is None else self._running[0].request_id
+        return self._request.request_id if self._running is None else self._running[0].request_id
 
     def __enter__(self) -> Self:
         """Encode the prompt and send the request. Errors as :meth:`TextStream.__aenter__`."""
         if self._running is not None:
             raise EngineClosedError("a request can be sent once; call open_sync_stream again")
         token_ids = self._request.encode()
-        stream = self._client.stream(
-            token_ids, self._request.sampling, request_id=self._request_id, stall_limit=self._stall_limit
-        )
+        stream = self._client.stream(token_ids, self._request.sampling, **self._request.client_options)
         self.prompt_token_ids = token_ids
         self._running = stream, self._request.assembler(token_ids)
         stream.__enter__()

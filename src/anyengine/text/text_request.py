@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from anyengine.errors import RequestError
+from anyengine.params import LoRARequest, SamplingParams
 from anyengine.text.assembler import TextAssembler
 from anyengine.text.stop_strings import check_stop
-from anyengine.types import SamplingParams
 
 if TYPE_CHECKING:
     from anyengine.text.model_text import ModelText
@@ -18,18 +18,24 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
 class TextOptions(TypedDict, total=False):
-    """How a prompt becomes tokens and tokens become text; every field has a default.
+    """How a prompt becomes tokens and tokens become text, and what goes to the client; every field has a default.
 
     ``stop``: a string or several; the one that is complete first ends the text, once ``min_tokens`` have come.
     ``include_stop_str_in_output``: whether it belongs to the text, as then does the text of a stop token; False.
     ``skip_special_tokens``: whether special tokens are no text; True.
     ``chat_options``: for messages, keyword arguments of :meth:`ModelText.encode_chat`, as ``{"tools": [...]}``.
+    The others are explained at :meth:`EngineClient.open_request`.
     """
 
     stop: str | Sequence[str]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     chat_options: Mapping[str, Any]
+    priority: int
+    cache_salt: str | None
+    lora: LoRARequest | None
+    request_id: str | None
+    stall_limit: float | None
 
 
 class TextRequest:
@@ -49,6 +55,11 @@ class TextRequest:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         chat_options: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
+        request_id: str | None = None,
+        stall_limit: float | None = None,
     ) -> None:
         first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) else None
         if (
@@ -58,6 +69,14 @@ class TextRequest:
         ):
             raise TypeError(f"prompt={prompt!r:.80} ({type(prompt).__name__}): expected text, messages or token ids")
         self.sampling = sampling
+        self.request_id = request_id
+        self.client_options: dict[str, Any] = {
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "lora": lora,
+            "request_id": request_id,
+            "stall_limit": stall_limit,
+        }
         self._text = text
         self._prompt = prompt
         self._is_chat = isinstance(first, Mapping)

@@ -28,22 +28,18 @@ class TextStream:
     died, after everything that came before, the text that was held back included. One task at a time may iterate.
     """
 
-    def __init__(
-        self, client: EngineClient, request: TextRequest, *, request_id: str | None, stall_limit: float | None
-    ) -> None:
+    def __init__(self, client: EngineClient, request: TextRequest) -> None:
         self.prompt_token_ids: list[int] = []
         """The tokens of the prompt, once it is entered."""
         self._client = client
         self._request = request
-        self._request_id = request_id
-        self._stall_limit = stall_limit
         self._sent = False
         self._running: tuple[RequestStream, TextAssembler] | None = None
 
     @property
     def request_id(self) -> str | None:
         """The name that the request was given, or got when it was sent."""
-        return self._request_id if self._running is None else self._running[0].request_id
+        return self._request.request_id if self._running is None else self._running[0].request_id
 
     async def __aenter__(self) -> Self:
         """Encode the prompt and send the request.
@@ -62,9 +58,7 @@ class TextStream:
         else:
             # Who is cancelled does not wait for the thread: nobody needs its result then.
             token_ids = await to_thread.run_sync(self._request.encode, abandon_on_cancel=True)
-        stream = self._client.open_request(
-            token_ids, self._request.sampling, request_id=self._request_id, stall_limit=self._stall_limit
-        )
+        stream = self._client.open_request(token_ids, self._request.sampling, **self._request.client_options)
         self.prompt_token_ids = token_ids
         assembler = self._request.assembler(token_ids)
         await stream.__aenter__()
