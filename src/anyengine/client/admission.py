@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Literal
 
 import anyio
@@ -27,6 +28,7 @@ class Admission:
         self._live = live
         self._queue: deque[anyio.Event] = deque()
         self._called = 0  # out of the queue, and not back from the wait yet
+        self._held = 0  # let in, and not registered yet
         self._error: ErrorFactory | None = None
 
     @property
@@ -35,7 +37,7 @@ class Admission:
         return len(self._queue) + self._called
 
     def _is_full(self) -> bool:
-        return self._limit is not None and self._live() + self._called >= self._limit
+        return self._limit is not None and self._live() + self._called + self._held >= self._limit
 
     def check(self) -> None:
         """:raises TooManyRequestsError: if one more request would be refused now"""
@@ -70,6 +72,18 @@ class Admission:
             if not self._called:
                 self._error = None
             raise error
+
+    @contextlib.contextmanager
+    def hold(self) -> Generator[None]:
+        """Keep the place of a request that was let in; from the end of the block it has to be registered at once."""
+        self._held += 1
+        try:
+            yield
+        except BaseException:
+            self._held -= 1
+            self.update()
+            raise
+        self._held -= 1
 
     def update(self) -> None:
         """Let in who waits, as far as there is room."""

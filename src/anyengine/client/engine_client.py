@@ -147,7 +147,7 @@ class EngineClient(EngineUtilities):
         sampling = check_sampling(sampling_params, self.info)
         self._session.check_free(check_request_id(request_id))
         await checkpoint_if_cancelled()
-        await self._session.admit()
+        prompt_embeds = await self._session.admit(prompt_embeds)
         handle, trackers = self._session.register(self._session.queue, tokens, prompt_embeds, sampling, request_id)
         try:
             # The message is on its way already while other tasks get their turn.
@@ -231,6 +231,8 @@ class EngineClient(EngineUtilities):
         if method not in self.info.utilities:
             known = ", ".join(self.info.utilities)
             raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
+        args = await session.stage(args)
+        await session.available()
         call = PendingCall(method, session.link.rank)
         machine = session.link.machine
         call_id, frames = machine.call(method, args, call)
