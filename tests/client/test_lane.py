@@ -14,18 +14,13 @@ import torch
 from tests.client.lane_engine import digest, figures, first_token, kind, lane_spec
 from tests.client.test_tensors import DTYPES
 from tests.helpers import until
+from tests.lane import ONE_TOKEN, SIZE, is_free, lane_of, large, lent, passed
 
 import anyengine.client.staging
-from anyengine import EngineClient, RequestError, SamplingParams, open_engine_client
-from anyengine.process.lane import Lane
+from anyengine import EngineClient, RequestError, open_engine_client
 from anyengine.protocol.arrays import WireArray
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
-
-SIZE = 2**20
-"""Bytes that go by the lane."""
-
-ONE_TOKEN = SamplingParams(max_tokens=1)
 
 # torch starts a process of its own with the first storage of this kind, and keeps it; that is not a leak of a test.
 _default = torch.multiprocessing.get_sharing_strategy()
@@ -38,31 +33,6 @@ torch.multiprocessing.set_sharing_strategy(_default)
 async def client() -> AsyncIterator[EngineClient]:
     async with open_engine_client(lane_spec("numpy", prompts="keep")) as client:
         yield client
-
-
-def lane_of(client: EngineClient) -> Lane:
-    lane = client._session.link.lane
-    assert lane is not None
-    return lane
-
-
-def passed(client: EngineClient) -> int:
-    """How many tensors have gone by the lane."""
-    return lane_of(client)._sent
-
-
-def large(number: int, size: int = SIZE) -> numpy.ndarray:
-    return numpy.random.default_rng(number).integers(0, 2**62, (4, size // 32))
-
-
-async def is_free(client: EngineClient) -> None:
-    """Return when the engine has no tensor any more, and the client none that it could not use again."""
-    engine = client.health().pid
-    await until(lambda: figures(engine)["tensor_mappings"] == figures(engine)["tensor_descriptors"] == 0)
-    pool = lane_of(client).pool
-    with pool._lock:
-        pool._sort()
-    assert not pool._lent
 
 
 # ---- what arrives ----
@@ -279,11 +249,9 @@ async def test_a_process_that_the_engine_forked_keeps_what_it_has(client: Engine
     await client.call_utility("fork_and_drop")
     for number in range(5):
         await client.call_utility("digests", [large(number)])
-    pool = lane_of(client).pool
-    with pool._lock:
-        pool._sort()
-    assert len(pool._lent) == 1  # it is not used again while somebody may read it
-    assert pool._idle
+    # The one that somebody may still read is not used again; the others are.
+    await until(lambda: lent(client) == 1)
+    assert lane_of(client).pool._idle
 
 
 # ---- when it does not go by the lane ----

@@ -126,7 +126,10 @@ class BlockPool:
         self._lock = threading.Lock()
         self._idle: list[Block] = []
         self._lent: list[Block] = []
-        self._returned: deque[Block] = deque()  # filled without the lock, by whoever drops the last reference
+        # Without the lock: destructors call take_back. While its lease is out, a block is in a set of its own, because
+        # the collector, when it finds a lease in a cycle, finalizes what hangs on it alone as well.
+        self._leased: set[Block] = set()
+        self._returned: deque[Block] = deque()
         self._closed = False
 
     def take(self, size: int) -> Lease:
@@ -145,12 +148,14 @@ class BlockPool:
         else:
             block.reuse()
         block.used_at = time.monotonic()
+        self._leased.add(block)
         return Lease(block, self)
 
     def take_back(self, block: Block) -> None:
         """It was not handed over. Called by destructors, in any thread and at any time."""
         if not self._closed:
             self._returned.append(block)
+        self._leased.discard(block)
 
     def note_lent(self, block: Block) -> None:
         """The engine has it now. If it has many, this one is not kept: it goes when the engine lets go of it."""
@@ -159,6 +164,7 @@ class BlockPool:
                 self._lent.append(block)
             else:
                 block.close()
+        self._leased.discard(block)
 
     def trim(self) -> None:
         """Free what is not to be kept any longer. That takes a millisecond for 8 MiB: call it in a worker thread."""
@@ -199,8 +205,9 @@ class BlockPool:
             self._closed = True
             self._idle += self._lent
             self._lent = []
+            self._leased.clear()
 
     def forget(self) -> None:
         """In a process that was forked: have no part in the memory of the engines that are its parent's."""
-        for block in (*self._idle, *self._lent, *self._returned):
+        for block in (*self._idle, *self._lent, *self._leased, *self._returned):
             block.close()

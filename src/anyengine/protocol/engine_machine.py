@@ -231,7 +231,12 @@ class EngineMachine:
         try:
             message = decode_from_client(frames)
         except ProtocolError as error:
-            return self._salvage(frames, error)
+            # Raised from here: an error that a frame of its own traceback holds would keep the message until it is
+            # collected, and large buffers with it.
+            event = self._salvage(frames, str(error))
+            if event is None:
+                raise
+            return event
         if isinstance(message, Add):
             self._count(EngineInput.REQUEST)
             if message.handle in self.live:
@@ -277,14 +282,14 @@ class EngineMachine:
         self._session = message.session
         return InitReceived(message.output_address, message.path, message.arguments)
 
-    def _salvage(self, frames: Sequence[bytes | memoryview], error: ProtocolError) -> Event:
-        """Fail the one request or call that is malformed, where it can be told; otherwise the message is refused."""
+    def _salvage(self, frames: Sequence[bytes | memoryview], problem: str) -> Event | None:
+        """Fail the one request or call that is malformed, where it can be told; None if it cannot."""
         kind = bytes(frames[0]) if len(frames) >= 2 else b""
         number = salvage(bytes(frames[1]), 0) if kind in (Add.KIND, Utility.KIND) else None
         if number is None or (kind == Add.KIND and number in self.live):
-            raise error
+            return None
         self._count(EngineInput.REQUEST)
         if kind == Add.KIND:
             self.live.add(number)
-            return RequestMalformed(number, str(error))
-        return CallMalformed(number, str(error))
+            return RequestMalformed(number, problem)
+        return CallMalformed(number, problem)
