@@ -53,7 +53,7 @@ class Mapping:
 
     def view(self, offset: int, size: int, owner: Any = None) -> memoryview:
         """``size`` bytes from ``offset`` on. The view keeps ``owner`` alive, or else this mapping."""
-        array = (ctypes.c_ubyte * size).from_address(self.address + offset)
+        array: Any = (ctypes.c_ubyte * size).from_address(self.address + offset)
         array.owner = self if owner is None else owner
         return memoryview(array).cast("B")
 
@@ -71,9 +71,9 @@ class Mapping:
         return _advise(self.address, self.size, _POPULATE_WRITE) == 0
 
 
-def owner_of(buffer: object) -> Any:
-    """What a view that :meth:`Mapping.view` made keeps alive; None for any other buffer."""
-    return getattr(buffer.obj, "owner", None) if isinstance(buffer, memoryview) else None
+def owner_of(view: memoryview) -> Any:
+    """What a view that :meth:`Mapping.view` made keeps alive; None for most others."""
+    return getattr(view.obj, "owner", None)
 
 
 def offset_in(mapping: Mapping, view: memoryview) -> int:

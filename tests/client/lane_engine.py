@@ -24,7 +24,7 @@ class LaneEngine(ScriptedEngine):
 
     :param libraries: what to load: torch, numpy, or nothing, as an engine without either
     :param weights: any array
-    :param prompts: what add_request does with a prompt of embeddings: ``"read"`` it, ``"keep"`` it too, or ``"refuse"`` it
+    :param prompts: what becomes of a prompt of embeddings: ``"read"`` it, ``"keep"`` it too, or ``"refuse"`` it
     """
 
     def __init__(self, libraries: str = "", weights: Any = None, prompts: str = "read", **arguments: Any) -> None:

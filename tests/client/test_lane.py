@@ -41,7 +41,8 @@ async def client() -> AsyncIterator[EngineClient]:
 async def test_every_dtype_of_torch_and_any_strides(client: EngineClient) -> None:
     for dtype in DTYPES:
         base = torch.arange(4 * SIZE // dtype.itemsize).reshape(4, 2, -1).to(dtype)
-        tensors = [base, base[:, 1:, ::2], base.transpose(0, 2), base[:1, :1].expand(3, -1, -1), base[:0], base[0, 0, 0]]
+        strided = [base[:, 1:, ::2], base.transpose(0, 2), base[:1, :1].expand(3, -1, -1)]
+        tensors = [base, *strided, base[:0], base[0, 0, 0]]
         before = passed(client)
         assert await client.call_utility("digests", tensors) == [digest(tensor) for tensor in tensors], dtype
         assert passed(client) == before + 4, dtype  # the last two are small
@@ -114,7 +115,7 @@ async def test_what_cannot_travel_is_refused_as_ever(client: EngineClient) -> No
             raise RuntimeError("odd")
 
     for value in (torch.eye(2000).to_sparse(), torch.empty(SIZE, device="meta"), numpy.ma.MaskedArray(large(0))):
-        with pytest.raises(TypeError, match="cannot travel|has no data"):
+        with pytest.raises(TypeError, match=r"cannot travel|has no data"):
             await client.call_utility("digests", [large(0), value])
     assert await client.call_utility("echo", Odd(a=1)) == {"a": 1}
     await is_free(client)

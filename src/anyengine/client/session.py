@@ -114,7 +114,7 @@ class EngineSession:
             raise self.told(EngineDeadError(report))
 
     async def stage(self, value: Any) -> Any:
-        """``value`` with its large arrays copied to where they can be handed over; without any, without a checkpoint."""
+        """``value`` with its large arrays where they can be handed over; without any, without a checkpoint."""
         lane = self.link.lane
         return value if lane is None else await stage(value, lane, self.staging)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import anyio
 from anyio import to_thread
@@ -112,9 +112,10 @@ class Supervisor:
         link.phase = "serve"
 
     async def _say_init(self) -> None:
+        """Answer HELLO."""
         session, link = self._session, self._link
         spec = session.spec
-        arguments = {} if spec is None else await session.stage(spec.arguments)
+        arguments: Mapping[str, Any] = {} if spec is None else await session.stage(spec.arguments)
         if link.machine.state is ClientState.GREETED:  # it may have died meanwhile
             path = None if spec is None else spec.path
             address = session.endpoints.output_address

@@ -65,13 +65,13 @@ class EngineLane:
         message = list(frames[2:])
         for passed in decode_passed(bytes(frames[1])):
             fd = self._take(passed.number)
-            if passed.index >= len(message) - 2 or (passed.lent and passed.offset != HEADER):
+            if passed.buffer >= len(message) - 2 or (passed.lent and passed.offset != HEADER):
                 if fd is not None:
                     os.close(fd)
-                raise ProtocolError(f"LANE refers to buffer {passed.index} of {len(message) - 2}, or into a header")
+                raise ProtocolError(f"LANE refers to buffer {passed.buffer} of {len(message) - 2}, or into a header")
             if fd is not None:
                 try:
-                    message[2 + passed.index] = _map(fd, passed)
+                    message[2 + passed.buffer] = _map(fd, passed)
                 except OSError as error:
                     logger.warning("a tensor of %d bytes is lost: %s", passed.size, error)
                 finally:

@@ -1,7 +1,7 @@
 """Blocks of shared memory for tensors on their way to an engine, used again and again.
 
-To fill fresh memory takes three to seven times as long as to fill memory that is there: most of the time goes into finding
-pages. So a block whose tensor the engine has let go of serves the next one.
+To fill fresh memory takes several times as long as to fill memory that is there: most of it goes into finding pages. So
+a block whose tensor the engine has let go of serves the next one.
 """
 
 from __future__ import annotations

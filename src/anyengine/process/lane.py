@@ -38,13 +38,18 @@ class Lane:
         passed: list[Passed] = []
         buffers = frames[2:]
         for index, buffer in enumerate(buffers):
-            owner = owner_of(buffer)
-            if not isinstance(owner, Lease | SharedFile) or not isinstance(buffer, memoryview):
+            if not isinstance(buffer, memoryview):
                 continue
-            number, lent = self._sent, isinstance(owner, Lease)
-            if owner.lend(self._pass) if lent else self._pass(owner.fd):
-                offset = offset_in(owner.block if lent else owner, buffer)
-                passed.append(Passed(index, number, offset, buffer.nbytes, lent))
+            owner, number = owner_of(buffer), self._sent
+            if isinstance(owner, Lease):
+                file, has_gone = owner.block, owner.lend(self._pass)
+            elif isinstance(owner, SharedFile):
+                file, has_gone = owner, self._pass(owner.fd)
+            else:
+                continue
+            if has_gone:
+                lent = isinstance(owner, Lease)
+                passed.append(Passed(index, number, offset_in(file, buffer), buffer.nbytes, lent))
                 buffers[index] = b""
         return [LANE_KIND, encode_passed(passed), *frames[:2], *buffers] if passed else frames
 

@@ -20,7 +20,7 @@ class _Region(NamedTuple):
     path: str
 
 
-def open_shared_storage(tensor: object) -> memoryview | None:
+def open_shared_storage(tensor: Any) -> memoryview | None:
     """The bytes of a tensor whose storage torch has put into shared memory, as a view of that file.
 
     None for any other tensor or array, and where its elements do not lie side by side. The file is opened for reading
@@ -28,7 +28,7 @@ def open_shared_storage(tensor: object) -> memoryview | None:
     """
     if not is_loaded("torch"):
         return None
-    torch = sys.modules["torch"]
+    torch: Any = sys.modules["torch"]
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
     if not tensor.is_shared() or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

@@ -17,14 +17,15 @@ LANE_KIND = b"\x1f"
 
 _MAX_SIZE = 2**63 - 1
 
+
 class Passed(NamedTuple):
-    """One buffer that went by the lane.
+    """One buffer that went by the lane: its index in the message, and where its bytes are.
 
     ``number`` counts the descriptors of this lane. The bytes lie at ``offset`` of the file. A block that is ``lent``
-    is told when it is not needed any more; any other file is only read, and what is written to its memory stays private.
+    is told when it is not needed any more; any other file is only read, and what is written to it stays private.
     """
 
-    index: int
+    buffer: int
     number: int
     offset: int
     size: int
@@ -45,13 +46,13 @@ def decode_passed(body: bytes) -> list[Passed]:
     expect_type("LANE", items, list)
     result: list[Passed] = []
     for item in items:
-        index, number, offset, size, lent = expect_array("LANE item", item, 5)
-        expect_u64("LANE buffer", index)
+        buffer, number, offset, size, lent = expect_array("LANE item", item, 5)
+        expect_u64("LANE buffer", buffer)
         expect_u64("LANE number", number)
         expect_u64("LANE offset", offset)
         expect_u64("LANE size", size)
         expect_type("LANE lent", lent, bool)
         if offset > _MAX_SIZE or not 0 < size <= _MAX_SIZE:
             raise ProtocolError(f"LANE item of {size} bytes at {offset}: not a part of a file")
-        result.append(Passed(index, number, offset, size, lent))
+        result.append(Passed(buffer, number, offset, size, lent))
     return result
