@@ -87,7 +87,9 @@ class EngineLane:
                     8, socket.CMSG_SPACE(fds.itemsize), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                raise ProtocolError(f"LANE refers to descriptor {number}, which did not come") from None
+                data, control = b"", []
+            if not data:  # or the end of the lane
+                raise ProtocolError(f"LANE refers to descriptor {number}, which did not come")
             received = array.array("i")
             for level, kind, content in control:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
