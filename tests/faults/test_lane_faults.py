@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -63,7 +62,7 @@ async def _kill_after(delay: float, pid: int) -> None:
 
 
 def test_a_client_killed_with_tensors_on_their_way(anyio_backend: Any) -> None:
-    """Descriptors and mappings end with the processes that have them, and nothing has a name."""
+    """The memory has no name: it ends with the processes that have it."""
     code = f"""
 import anyio, os, signal
 from tests.client.lane_engine import lane_spec
@@ -79,27 +78,13 @@ async def main():
                 group.start_soon(client.call_utility, "keep", large(number))
 anyio.run(main, backend={anyio_backend[0]!r})
 """
-    before = set(os.listdir("/dev/shm"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         engine = int(program.stdout.readline())
         until_sync(lambda: figures(program.pid)["tensor_descriptors"] >= 15, 10)
         program.kill()
     until_sync(lambda: not is_running(engine), 3)
-    assert set(os.listdir("/dev/shm")) == before
-    assert not _holders()
-
-
-def _holders() -> list[str]:
-    """Processes that have a tensor's memory."""
-    found: list[str] = []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if "anyengine-tensor" in maps.read_text():
-                found.append(str(maps))
-        except OSError:
-            continue
-    return found
+    assert not [name for name in os.listdir("/dev/shm") if "anyengine" in name]
 
 
 async def test_cancellation_at_any_moment_of_a_send() -> None:
