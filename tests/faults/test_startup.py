@@ -234,6 +234,26 @@ async def test_native_cancellation_at_any_moment_of_the_start_leaves_no_process(
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_native_cancellation_while_the_services_start_ends_them(anyio_backend: Any) -> None:
+    async def open_it() -> None:
+        block = open_engine_client(scripted_spec())
+        serve = block._serve
+
+        async def serve_for_one_that_is_cancelled(**options: Any) -> None:
+            task.cancel()
+            await serve(**options)
+
+        block._serve = serve_for_one_that_is_cancelled  # type: ignore[method-assign]
+        async with block:
+            pytest.fail("the block was entered")
+
+    task = asyncio.create_task(open_it())
+    done, _ = await asyncio.wait([task], timeout=20)
+    assert done
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_native_cancellation_while_closing_leaves_no_process(anyio_backend: Any) -> None:
     for delay in (0, 1, 3, 10, 20):
         client_task = asyncio.create_task(_open_and_wait())

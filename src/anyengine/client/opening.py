@@ -147,12 +147,14 @@ class EngineClientBlock:
             self._cancel_body,
         )
         self._group = anyio.create_task_group()
-        self._services_scope = anyio.CancelScope(shield=True)
+        self._services_scope = anyio.CancelScope()
         self._services_ended: anyio.Event | None = None
         self._body_scope: anyio.CancelScope | None = None
         await self._group.__aenter__()
         try:
             services: TaskGroup = await self._group.start(self._serve)
+            # Only now: a native cancellation that meets the start cancels the task, and would wait for ever for a shield.
+            self._services_scope.shield = True
             await self._keeper.start(services)
         except BaseException as error:
             await self._close(error)
