@@ -91,7 +91,7 @@ def _items_of(draw: st.DrawFn, frames: Frames) -> Iterator[tuple[int, int]]:
 def mutated(draw: st.DrawFn, messages: st.SearchStrategy[Any]) -> Frames:
     """A real message with one to three things changed: bytes, CBOR items or frames."""
     frames = [bytes(frame) for frame in draw(messages).encode()]
-    if draw(st.integers(0, 2)) > 0:  # first by item, while the body is still whole
+    if len(frames) > 1 and draw(st.integers(0, 2)) > 0:  # first by item, while the body is still whole
         (start, end), (other_start, other_end) = _items_of(draw, frames)
         body = frames[1]
         new = draw(items) if draw(st.booleans()) else body[other_start:other_end]

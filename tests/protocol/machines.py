@@ -88,7 +88,7 @@ def snapshot(machine: ClientMachine[Any] | EngineMachine) -> Any:
 
 
 def messages_to_client(sequence: int = 0) -> dict[str, Any]:
-    """One good message of each kind for :func:`client_in`."""
+    """One good message in CBOR of each kind for :func:`client_in`."""
     return {
         "HELLO": Hello(PROTOCOL_VERSION, TOKEN, 1234, RANK),
         "PROGRESS": Progress("loading", 0.5),

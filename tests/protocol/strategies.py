@@ -20,7 +20,7 @@ from anyengine.protocol.arrays import from_value
 from anyengine.protocol.bootstrap import Bootstrap, CurveKeys
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.outputs import FINISH_REASONS, OutputDetails, StepOutputs, from_rows
-from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, Tokens, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.protocol.sampling import NO_OPTIONS
 from anyengine.types import EngineInfo
@@ -259,7 +259,8 @@ stats = st.builds(Stats, u64, u64, st.dictionaries(texts, st.floats() | integers
 pongs = st.builds(Pong, u64, u64, u64)
 goodbyes = st.builds(Goodbye, u64, u64)
 deads = st.builds(Dead, u64, u64, texts, texts, texts)
-to_client = st.one_of(hellos, progresses, readies, outputs, utility_results, stats, pongs, goodbyes, deads)
+tokens = st.builds(Tokens, u64, u64, u64, columns_u32)
+to_client = st.one_of(hellos, progresses, readies, outputs, tokens, utility_results, stats, pongs, goodbyes, deads)
 
 bootstraps = st.builds(
     Bootstrap,

@@ -41,7 +41,7 @@ from anyengine.protocol.client_machine import (
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
-from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, Tokens, UtilityResult
 from anyengine.protocol.sampling import NO_OPTIONS
 
 FINISHED = OutputDetails(finish_reason="stop", stop_reason=7)
@@ -422,3 +422,54 @@ def test_a_ping_says_how_many_messages_were_sent_before_it() -> None:
     with pytest.raises(UnencodableError):
         machine.call("method", [object()], "c")
     assert sent() == 3
+
+
+# ---- steps whose rows are those of the step before ----
+
+
+def plain(engine: Engine, *tokens: int) -> Any:
+    return engine.send(Tokens(SESSION, engine.sequence, 2, tokens))
+
+
+def test_tokens_alone_go_to_the_rows_of_the_step_before() -> None:
+    machine = serving(2)
+    engine = Engine(machine)
+    engine.step((2, [5, 6], None), (1, [7], None))
+    for token in range(3):
+        event = plain(engine, token, 10 + token)
+        assert list(event.outputs.handles) == [2, 1]
+        assert (event.step, seen(event)) == (2, [("b", [token], None), ("a", [10 + token], None)])
+
+
+def test_tokens_after_an_abort_go_to_those_who_still_want_them() -> None:
+    machine = serving(3)
+    engine = Engine(machine)
+    engine.step((1, [5], None), (2, [6], None), (3, [7], None))
+    assert seen(plain(engine, 1, 2, 3)) == [("a", [1], None), ("b", [2], None), ("c", [3], None)]
+    machine.abort([2])
+    for _ in range(2):
+        event = plain(engine, 1, 2, 3)
+        assert list(event.outputs.handles) == [1, 3]
+        assert seen(event) == [("a", [1], None), ("c", [3], None)]
+    # A step in between, part of whose rows nobody wants, is the one that counts.
+    engine.step((2, [6], None), (3, [7], None))
+    assert seen(plain(engine, 8, 9)) == [("c", [9], None)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tokens_for_another_number_of_rows_are_refused_and_change_nothing(count: int) -> None:
+    machine = serving(2)
+    engine = Engine(machine)
+    engine.step((1, [5], None), (2, [6], None))
+    with pytest.raises(ProtocolError, match=f"TOKENS of {count} rows follows a step of 2 rows"):
+        plain(engine, *range(count))
+    engine.sequence -= 1
+    assert seen(plain(engine, 1, 2)) == [("a", [1], None), ("b", [2], None)]
+
+
+def test_tokens_of_another_life_are_dropped() -> None:
+    machine = serving(1)
+    engine = Engine(machine)
+    engine.step((1, [5], None))
+    assert machine.receive(frames_of(Tokens(SESSION + 1, 1, 2, [9, 9]))) is None
+    assert seen(plain(engine, 1)) == [("a", [1], None)]

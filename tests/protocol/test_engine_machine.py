@@ -26,6 +26,7 @@ from anyengine.protocol.engine_machine import (
 )
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs
+from anyengine.protocol.replies import Outputs, Tokens
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.protocol.sampling import NO_OPTIONS
 
@@ -238,3 +239,33 @@ def test_the_last_message_gets_out_whatever_the_error_says() -> None:
     dead = sent(machine.dead("OSError", "no such file: '\udcff'", "Traceback '\udcff'"))
     assert dead.exception_message == "no such file: '\\udcff'"
     assert machine.state is EngineState.DEAD
+
+
+def test_a_step_like_the_one_before_is_tokens_alone() -> None:
+    machine = engine_in(EngineState.SERVING)
+    machine.receive(add(8))
+    rows = [8, 1]
+
+    def kind(outputs: StepOutputs) -> type:
+        return type(sent(machine.outputs(1, outputs)))
+
+    assert kind(StepOutputs(rows, [1, 2])) is Outputs
+    assert kind(StepOutputs(rows, [1, 2])) is Tokens
+    assert kind(StepOutputs(rows, [1, 2, 3], [2, 1])) is Outputs, "two tokens of one request"
+    assert kind(StepOutputs(rows, [1, 2])) is Tokens
+    assert kind(StepOutputs([1, 8], [1, 2])) is Outputs, "another order"
+    assert kind(StepOutputs([1, 8], [1, 2], None, {0: OutputDetails(stop_reason=5)})) is Outputs
+    assert kind(StepOutputs([1, 8], [1, 2])) is Tokens
+    assert kind(StepOutputs([1, 8], [1, 2], None, {0: OutputDetails(finish_reason="stop")})) is Outputs
+    assert kind(StepOutputs([1, 8], [1, 2])) is Outputs, "a request of the step before has ended"
+    assert kind(StepOutputs([], [])) is Outputs
+    assert kind(StepOutputs([], [])) is Tokens
+
+
+def test_tokens_that_are_no_u32_are_refused_and_take_no_number() -> None:
+    machine = engine_in(EngineState.SERVING)
+    first = sent(machine.outputs(1, StepOutputs([1], [1])))
+    for token in (-1, 2**32, "a"):
+        with pytest.raises((OverflowError, TypeError)):
+            machine.outputs(1, StepOutputs([1], [token]))  # type: ignore[list-item]
+    assert sent(machine.outputs(1, StepOutputs([1], [1]))).sequence == first.sequence + 1

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol import hostile, strategies
-from tests.protocol.cddl import RULES, Direction, validate_record
+from tests.protocol.cddl import RULES, Direction, validate_message, validate_record
 from tests.protocol.machines import (
     SESSION,
     client_in,
@@ -99,7 +99,9 @@ def decodes(direction: Direction, frames: list[bytes], *, against_schema: bool =
     except ProtocolError as error:
         assert str(error)
         return False
-    if against_schema:
+    if len(frames) == 1:
+        validate_message(frames, direction)
+    elif against_schema:
         validate_record(RULES[direction][frames[0]], frames[1])
     return True
 
@@ -168,6 +170,14 @@ def test_every_cut_is_refused_and_every_inserted_or_removed_byte_decodes_or_is_r
             decodes(direction, [kind, body[:position] + bytes([byte]) + body[position:]])
     assert not decodes(direction, [kind])
     assert not decodes(direction, [])
+
+
+@given(st.binary(max_size=40), st.sampled_from([b"", b"\x36", b"\x36" + bytes(24)]))
+def test_a_single_frame_decodes_as_tokens_or_is_refused(frame: bytes, head: bytes) -> None:
+    assert not decodes("to_engine", [head + frame])
+    fits = (head + frame)[:1] == b"\x36" and len(head + frame) % 4 == 25 % 4 and len(head + frame) >= 25
+    assert decodes("to_client", [head + frame]) == fits
+    receive_or_refuse(client_in(ClientState.SERVING), [head + frame])
 
 
 FOREIGN_ITEMS = [

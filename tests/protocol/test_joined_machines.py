@@ -34,7 +34,7 @@ from anyengine.protocol.client_machine import ClientMachine, ClientState
 from anyengine.protocol.engine_machine import EngineMachine, EngineState
 from anyengine.protocol.messages import MessageLostError, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
-from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, Tokens, UtilityResult
 from anyengine.protocol.requests import Ping
 from anyengine.protocol.sampling import NO_OPTIONS
 
@@ -83,6 +83,7 @@ class Link(RuleBasedStateMachine):
         self.push: deque[tuple[int, Message]] = deque()
         self.counted_out = self.counted_in = 0
         self.pushed_out = self.pushed_in = 0
+        self.last_handles: Any = ()
         # The engine's application.
         self.running: list[int] = []
         self.unanswered: list[int] = []
@@ -341,8 +342,11 @@ class Link(RuleBasedStateMachine):
 
     def client_handles(self, message: Message, event: Any) -> None:
         sent = decode_from_engine(message)
+        if isinstance(sent, Tokens):
+            sent = Outputs(sent.session, sent.sequence, sent.step, StepOutputs(self.last_handles, sent.token_ids))
         if isinstance(sent, Outputs):
             assert isinstance(event, client_side.StepReceived)
+            self.last_handles = sent.outputs.handles
             self.step_arrives(sent, event)
         elif isinstance(sent, UtilityResult):
             waiter = self.calls.get(sent.call_id)

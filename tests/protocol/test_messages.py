@@ -45,6 +45,7 @@ TO_CLIENT = {
     "PROGRESS": strategies.progresses,
     "READY": strategies.readies,
     "OUTPUTS": strategies.outputs,
+    "TOKENS": strategies.tokens,
     "UTILITY_RESULT": strategies.utility_results,
     "STATS": strategies.stats,
     "PONG": strategies.pongs,

@@ -17,7 +17,7 @@ from anyengine.params import SamplingParams
 from anyengine.protocol import arrays, cbor, messages, outputs
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.messages import PROTOCOL_VERSION
-from anyengine.protocol.replies import Outputs
+from anyengine.protocol.replies import Outputs, Tokens
 from anyengine.protocol.requests import Add, Utility
 from anyengine.protocol.sampling import _DEFAULTS, NO_OPTIONS
 
@@ -32,6 +32,8 @@ def test_the_schema_is_valid_cddl() -> None:
 def test_each_kind_has_its_rule_and_each_rule_its_kind() -> None:
     assert set(RULES["to_engine"]) == set(messages._FROM_CLIENT)
     assert set(RULES["to_client"]) == set(messages._FROM_ENGINE)
+    assert cddl.TOKENS == Tokens.KIND
+    assert re.search(rf"^;     {Tokens.KIND.hex()} +\(no CBOR\) +PUSH", TEXT, re.MULTILINE)
     documented = dict(re.findall(r"^;     ([0-9A-Z_]+) +([a-z-]+) +(?:ROUTER|DEALER|PUSH)", TEXT, re.MULTILINE))
     table = {**RULES["to_engine"], **RULES["to_client"]}
     assert documented == {(kind.decode() if len(kind) > 1 else kind.hex()): rule for kind, rule in table.items()}

@@ -153,7 +153,7 @@ class EngineClientBlock:
         await self._group.__aenter__()
         try:
             services: TaskGroup = await self._group.start(self._serve)
-            # Only now: a native cancellation that meets the start cancels the task, and would wait for ever for a shield.
+            # Only now: a native cancellation that meets the start ends the task, and would wait for ever for a shield.
             self._services_scope.shield = True
             await self._keeper.start(services)
         except BaseException as error:

@@ -31,8 +31,11 @@ from anyengine.protocol.client_events import (
 )
 from anyengine.protocol.handshake import Hello, Progress
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_engine, salvage
-from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.outputs import StepOutputs
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, Tokens, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
+
+Reply = Outputs | Tokens | UtilityResult | Stats | Pong | Goodbye | Dead
 
 
 class ClientMachine(Generic[Owner]):
@@ -53,6 +56,7 @@ class ClientMachine(Generic[Owner]):
         self._next_call = 0
         self._sent = 0
         self._sequence = 0
+        self._last_handles: Sequence[int] = ()  # of the last step that came, whoever still wants its rows
         # The rows of one step are most often those of the step before; then nothing has to be looked up.
         self._column: bytes | None = None
         self._column_owners: list[Owner] = []
@@ -169,8 +173,13 @@ class ClientMachine(Generic[Owner]):
             message = decode_from_engine(frames)
         except ProtocolError as error:
             return self._salvage(frames, error)
+        if isinstance(message, Tokens):
+            return self._tokens(message) if message.session == self.session else None
         if isinstance(message, Outputs):
-            return self._outputs(message) if self._follows(ClientInput.REPLY, message) else None
+            if not self._follows(ClientInput.REPLY, message):
+                return None
+            self._last_handles = message.outputs.handles
+            return self._outputs(message.step, message.outputs)
         if isinstance(message, UtilityResult):
             return self._result(message) if self._follows(ClientInput.REPLY, message) else None
         if isinstance(message, Pong):
@@ -203,7 +212,7 @@ class ClientMachine(Generic[Owner]):
             raise ProtocolError(f"engine {self.rank}: {what.value} cannot come in state {self.state.value}")
         return state
 
-    def _follows(self, what: ClientInput, message: Outputs | UtilityResult | Stats | Pong | Goodbye | Dead) -> bool:
+    def _follows(self, what: ClientInput, message: Reply) -> bool:
         """Whether a reply belongs to this life of the engine; counts it if so."""
         if message.session != self.session:
             return False
@@ -230,8 +239,17 @@ class ClientMachine(Generic[Owner]):
         self.state = self._next(ClientInput.HELLO)
         return HelloReceived(message.pid)
 
-    def _outputs(self, message: Outputs) -> StepReceived[Owner]:
-        _, _, step, outputs = message
+    def _tokens(self, message: Tokens) -> StepReceived[Owner] | None:
+        handles = self._last_handles
+        if len(message.token_ids) != len(handles):
+            raise ProtocolError(f"TOKENS of {len(message.token_ids)} rows follows a step of {len(handles)} rows")
+        self._follows(ClientInput.REPLY, message)
+        outputs = StepOutputs(handles, message.token_ids)
+        if self._column is None:
+            return self._outputs(message.step, outputs)
+        return StepReceived(message.step, outputs, self._column_owners, ())
+
+    def _outputs(self, step: int, outputs: StepOutputs) -> StepReceived[Owner]:
         column = outputs.handle_bytes()
         released: list[tuple[int, Owner]] = []
         if column == self._column:
@@ -248,6 +266,7 @@ class ClientMachine(Generic[Owner]):
                         if owner is not None:
                             released.append((handle, owner))
                 outputs = outputs.select(owner is not None for owner in found)
+                self._forget_column()
             else:
                 self._column, self._column_owners = column, owners
         for row, more in outputs.details.items():

@@ -10,7 +10,7 @@ from anyengine.errors import ProtocolError
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client, salvage, salvage_handles
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
-from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, Tokens, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
 from anyengine.types import EngineInfo
 
@@ -141,6 +141,7 @@ class EngineMachine:
         self._token = token
         self._session = 0
         self._sequence = 0
+        self._column: bytes | None = None  # the handles of the last step, if all of its requests went on
         self._received = 0
 
     # ---- calls ----
@@ -167,11 +168,17 @@ class EngineMachine:
         :raises UnencodableError: if a detail of a row cannot travel
         """
         self._next(EngineInput.REPLY)
-        frames = Outputs(self._session, self._sequence, step, outputs).encode()
+        column = outputs.handle_bytes()
+        if column == self._column and outputs.counts is None and not outputs.details:
+            frames = Tokens(self._session, self._sequence, step, outputs.token_ids).encode()
+        else:
+            frames = Outputs(self._session, self._sequence, step, outputs).encode()
         self._sequence += 1
+        self._column = column
         for row, more in outputs.details.items():
             if more.finish_reason is not None:
                 self.live.discard(outputs.handles[row])
+                self._column = None
         return frames
 
     def release(self, step: int, handles: Sequence[int]) -> Frames:

@@ -1,6 +1,7 @@
 """The messages of both directions in one table each. ``schema.cddl`` beside this file describes the same.
 
-A message is a list of frames: its kind (one byte), its body (CBOR), and the buffers that the body refers to. Messages
+A message is a list of frames: its kind (one byte), its body (CBOR), and the buffers that the body refers to; TOKENS
+alone is a single frame. Messages
 from the client go to the engine's DEALER socket; HELLO, PROGRESS and READY come back the same way, everything else over
 the engine's PUSH socket.
 """
@@ -13,14 +14,14 @@ from typing import Any, cast
 from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
 from anyengine.protocol.handshake import Hello, Progress, Ready
-from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
+from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, Tokens, UtilityResult
 from anyengine.protocol.requests import MAX_PROMPTS, Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.types import U64_MAX
 
 PROTOCOL_VERSION = 1
 
 FromClient = Add | Abort | Utility | Init | Shutdown | Ping
-FromEngine = Hello | Progress | Ready | Outputs | UtilityResult | Stats | Pong | Goodbye | Dead
+FromEngine = Hello | Progress | Ready | Outputs | Tokens | UtilityResult | Stats | Pong | Goodbye | Dead
 
 _FROM_CLIENT: dict[bytes, type[FromClient]] = {m.KIND: m for m in (Add, Abort, Utility, Init, Shutdown, Ping)}
 _FROM_ENGINE: dict[bytes, type[FromEngine]] = {
@@ -48,6 +49,8 @@ def decode_from_engine(frames: Sequence[bytes | memoryview]) -> FromEngine:
 
     :raises ProtocolError: if it is not a message of this version
     """
+    if len(frames) == 1 and frames[0][:1] == Tokens.KIND:
+        return Tokens.decode(frames[0])
     return _decode(frames, _FROM_ENGINE)
 
 

@@ -134,6 +134,14 @@ def from_rows(rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -
     return StepOutputs(handles, token_ids, None if single else counts, details)
 
 
+def u32_bytes(values: Sequence[int]) -> bytes:
+    """A column of u32 as it travels."""
+    column = cast("array[int]", values)
+    if type(column) is not array or column.typecode != "I":
+        column = array("I", values)
+    return column.tobytes()
+
+
 def encode_column(typecode: str, values: Sequence[int], buffers: list[cbor.Buffer]) -> bytes | int:
     """A column of u32 (``"I"``) or u64 (``"Q"``) as bytes, or as the index of the buffer that now holds them."""
     column = cast("array[int]", values)

@@ -7,7 +7,8 @@ shows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from anyengine.errors import CrashReport, ProtocolError, UnencodableError
@@ -22,6 +23,7 @@ from anyengine.protocol.outputs import (
     decode_details,
     encode_column,
     encode_details,
+    u32_bytes,
 )
 
 DEAD = b"ENGINE_CORE_DEAD"
@@ -75,6 +77,35 @@ class Outputs(NamedTuple):
         except ValueError as error:
             raise ProtocolError(f"OUTPUTS has impossible columns: {error}") from None
         return cls(session, sequence, step, outputs)
+
+
+_TOKENS = struct.Struct("<cQQQ")
+
+
+class Tokens(NamedTuple):
+    """A step whose rows are those of the step before, in the same order, with one token each and nothing else.
+
+    Most steps of a busy engine are like that, so this message is one frame without CBOR: its kind, then session,
+    sequence and step as u64, then the token ids as u32, all little-endian.
+    """
+
+    KIND = b"\x36"
+
+    session: int
+    sequence: int
+    step: int
+    token_ids: Sequence[int]
+
+    def encode(self) -> Frames:
+        session, sequence, step, token_ids = self
+        return [_TOKENS.pack(self.KIND, session, sequence, step) + u32_bytes(token_ids)]
+
+    @classmethod
+    def decode(cls, frame: bytes | memoryview) -> Tokens:
+        if len(frame) < _TOKENS.size or (len(frame) - _TOKENS.size) % 4:
+            raise ProtocolError(f"TOKENS of {len(frame)} bytes is cut")
+        _, session, sequence, step = _TOKENS.unpack_from(frame)
+        return cls(session, sequence, step, memoryview(frame)[_TOKENS.size :].cast("I"))
 
 
 class UtilityResult(NamedTuple):
