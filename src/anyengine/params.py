@@ -6,6 +6,7 @@ Like :mod:`anyengine.errors` this imports only the standard library, since both 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -47,7 +48,7 @@ class StructuredOutputs:
             _require(fits, f"StructuredOutputs.{name}", cast("object", value), expected)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled, by the field's standard names (those of vLLM's and OpenAI's APIs).
 
@@ -78,6 +79,15 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @functools.cached_property
+    def differences(self) -> Mapping[str, Any]:
+        """The fields that differ from their defaults: what a request asks for, and what travels."""
+        return {
+            name: value
+            for name, default in _SAMPLING_DEFAULTS
+            if (value := getattr(self, name)) is not default and value != default
+        }
 
     def __post_init__(self) -> None:
         # Both processes make one for each request: what has its default value needs no check.

@@ -13,13 +13,13 @@ from tests.protocol import cddl, strategies
 from tests.protocol.cddl import RULES, SCHEMA, Direction, SchemaViolation, validate_message, validate_record
 from tests.protocol.machines import messages_to_client, messages_to_engine
 
-from anyengine.params import SamplingParams
+from anyengine.params import _SAMPLING_CHECKS, SamplingParams
 from anyengine.protocol import arrays, cbor, messages, outputs
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.messages import PROTOCOL_VERSION
 from anyengine.protocol.replies import Outputs, Tokens
 from anyengine.protocol.requests import Add, Utility
-from anyengine.protocol.sampling import _DEFAULTS, NO_OPTIONS
+from anyengine.protocol.sampling import NO_OPTIONS
 
 TEXT = SCHEMA.read_text()
 
@@ -53,7 +53,7 @@ def test_the_schema_names_every_field_there_is() -> None:
         assert body is not None
         return set(re.findall(r"^    (?:\? )?(\w+):", body[1], re.MULTILINE))
 
-    assert fields("sampling-parameters") == set(_DEFAULTS)
+    assert fields("sampling-parameters") == set(_SAMPLING_CHECKS)
     assert fields("output-details") == set(outputs._DETAIL_TYPES)
     assert fields("ready") == set(strategies.EngineInfo.__dataclass_fields__)
     dtypes = re.search(r"^torch-dtype =\n(.*?)\n\n", TEXT, re.MULTILINE | re.DOTALL)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from anyengine.errors import RequestError
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.arrays import is_array
-from anyengine.protocol.sampling import NO_OPTIONS, sampling_differences
+from anyengine.protocol.sampling import NO_OPTIONS
 from anyengine.types import U32_MAX, EngineInfo
 
 
@@ -67,7 +67,7 @@ def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
     """
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling_params={sampling!r:.80} ({type(sampling).__name__}): expected a SamplingParams")
-    for name, value in sampling_differences(sampling).items():
+    for name, value in sampling.differences.items():
         if name not in info.sampling_parameters:
             supported = ", ".join(info.sampling_parameters)
             raise RequestError(

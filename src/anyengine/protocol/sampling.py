@@ -12,24 +12,10 @@ from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_type
 from anyengine.protocol.outputs import decode_column
 
-_DEFAULTS: dict[str, Any] = {
-    field.name: field.default_factory() if callable(field.default_factory) else field.default
-    for field in dataclasses.fields(SamplingParams)
-}
 _STRUCTURED: dict[str, tuple[type, ...]] = {"json": (str, dict), "regex": (str,), "choice": (list,), "grammar": (str,)}
-
 
 NO_OPTIONS = RequestOptions()
 """What most requests ask for."""
-
-
-def sampling_differences(sampling: SamplingParams) -> dict[str, Any]:
-    """The fields of ``sampling`` that differ from their defaults."""
-    return {
-        name: value
-        for name, default in _DEFAULTS.items()
-        if (value := getattr(sampling, name)) is not default and value != default
-    }
 
 
 def encode_sampling(sampling: SamplingParams, buffers: list[cbor.Buffer]) -> dict[str, Any]:
@@ -37,7 +23,7 @@ def encode_sampling(sampling: SamplingParams, buffers: list[cbor.Buffer]) -> dic
 
     :raises UnencodableError: if ``extra`` or ``structured_outputs`` holds a value that cannot travel
     """
-    fields = sampling_differences(sampling)
+    fields = dict(sampling.differences)
     for name in ("stop_token_ids", "allowed_token_ids"):
         if name in fields:
             fields[name] = array("I", fields[name]).tobytes()

@@ -9,7 +9,6 @@ from anyengine.engine.core import EngineRequest, OutputDetails
 from anyengine.engines.transformers.scheduler import Request
 from anyengine.errors import RequestError
 from anyengine.params import SamplingParams
-from anyengine.protocol.sampling import sampling_differences
 from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def accept(request: EngineRequest, info: EngineInfo, model: CausalModel, sampler
     :raises RequestError: if it asks for something that this engine or its model cannot do
     """
     params = request.sampling
-    unsupported = sampling_differences(params).keys() - set(info.sampling_parameters)
+    unsupported = params.differences.keys() - set(info.sampling_parameters)
     if unsupported:
         names = ", ".join(f"SamplingParams.{name}" for name in sorted(unsupported))
         raise RequestError(f"the transformers engine does not support {names}")
