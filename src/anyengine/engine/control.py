@@ -79,6 +79,8 @@ class SchedulerControl:
             **more,
             **{name: getattr(core, name) for name in own},
         }
+        for name in core.unavailable_utilities():
+            self._utilities.pop(name, None)
         self.info: EngineInfo = dataclasses.replace(core.describe(), utilities=sorted(self._utilities))
         self._live = live
         self._release = release

@@ -11,10 +11,14 @@ import difflib
 import importlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from anyengine.engine.core import EngineRequest
+from anyengine.engines.vllm.leftovers import scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.errors import RequestError
 from anyengine.types import EngineInfo, SamplingParams, StructuredOutputs
@@ -103,12 +107,15 @@ class VllmCore:
         progress.stage("loading tokenizer")
         self._processor: Any = _find("vllm.v1.engine.input_processor:InputProcessor")(self.config)
         executor_class = with_stages(_find("vllm.v1.executor:Executor").get_class(self.config), progress)
-        self.core: Any = _find("vllm.v1.engine.core:EngineCore")(
-            self.config,
-            executor_class,
-            log_stats=not engine_args.disable_log_stats,
-            executor_fail_callback=on_failure,
-        )
+        if self.config.parallel_config.distributed_executor_backend != "uni":
+            start_resource_tracker()
+        with scratch_directory() as directory, _files_in(directory):
+            self.core: Any = _find("vllm.v1.engine.core:EngineCore")(
+                self.config,
+                executor_class,
+                log_stats=not engine_args.disable_log_stats,
+                executor_fail_callback=on_failure,
+            )
         self._tasks: Sequence[str] = tuple(self.core.get_supported_tasks())
         self._prefix_queries = self._prefix_hits = 0
 
@@ -279,7 +286,36 @@ class VllmCore:
     def shutdown(self) -> None:
         """End the workers and free what they hold."""
         self._processor.renderer.shutdown()
+        if self.workers:
+            # When they have let go of what outlives them, there is nothing left to do for them. vLLM would wait for
+            # Python to take each process apart, which takes seconds with torch in it.
+            self.core.collective_rpc("shutdown")
+            for worker in self.workers:
+                worker.kill()
         self.core.shutdown()
+
+
+@contextmanager
+def _files_in(directory: Path) -> Generator[None]:
+    """Have vLLM make its files for sockets and for the rendezvous of workers in ``directory``.
+
+    They are only needed until all workers have found each other, but vLLM leaves them in the directory of temporary
+    files: the sockets always, the other when it is killed.
+    """
+    network: Any = importlib.import_module("vllm.utils.network_utils")
+    base, files = os.environ.get("VLLM_RPC_BASE_PATH"), getattr(network, "tempfile", None)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    if files is not None:  # before 0.28 the workers met at a port
+        network.tempfile = SimpleNamespace(gettempdir=lambda: str(directory))
+    try:
+        yield
+    finally:
+        if files is not None:
+            network.tempfile = files
+        if base is None:
+            del os.environ["VLLM_RPC_BASE_PATH"]
+        else:
+            os.environ["VLLM_RPC_BASE_PATH"] = base
 
 
 def lora_request(fields: Mapping[str, Any]) -> Any:
