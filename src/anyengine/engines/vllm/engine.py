@@ -33,7 +33,7 @@ class VllmEngine(VllmUtilities):
         internals.check_arguments(arguments)
         self._arguments = arguments
         self._watch = WorkerWatch()
-        self._loaded = False
+        self._can_shut_down = False
         self._logprobs: dict[str, tuple[int, int]] = {}
         self._rows: list[Any] = []  # of batches that were under way when the engine fell asleep
         self._sleep_level = 0
@@ -48,7 +48,7 @@ class VllmEngine(VllmUtilities):
             if arguments.get("model") == "default":
                 arguments["model"] = str(default_model(loading.stage))
             self._vllm = internals.VllmCore(arguments, loading, lambda: self._watch.fail("vLLM's executor has failed"))
-            self._loaded = True
+            self._can_shut_down = True
         self._watch.start(self._vllm.workers)
 
     def describe(self) -> EngineInfo:
@@ -98,6 +98,7 @@ class VllmEngine(VllmUtilities):
             try:
                 rows = self._vllm.step()
             except Exception:
+                self._can_shut_down = False
                 # If a worker has died, vLLM knows it too, and has let this step fail.
                 self._watch.check(limit=1.0 if self._vllm.executor_failed else 0.0)
                 raise
@@ -137,8 +138,12 @@ class VllmEngine(VllmUtilities):
         self._vllm.wake_up(tags, reload_weights="weights" in tags and self._sleep_level == 2)
 
     def shutdown(self) -> None:
-        """End the workers, and free what they hold."""
-        failed = self._watch.failure is not None
+        """End the workers, and free what they hold.
+
+        After a failure all is left to the end of this process: what vLLM does here needs workers and a device in order,
+        and would take the time in which everybody waits to be told.
+        """
+        can_shut_down = self._can_shut_down and self._watch.failure is None
         self._watch.close()
-        if self._loaded and not failed:
+        if can_shut_down:
             self._vllm.shutdown()

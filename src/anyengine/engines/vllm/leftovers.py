@@ -13,6 +13,9 @@ from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
+_LONGEST_BASE = 50
+"""Bytes that the path of the directory may have around it: a socket's path, with a UUID as its name, has to fit 107."""
+
 _children: list[subprocess.Popen[bytes]] = []
 
 
@@ -23,7 +26,8 @@ def scratch_directory() -> Generator[Path]:
     If this process is killed in it, the next client of this user sweeps the directory away: it has the name and the
     lock of a client's directory for sockets.
     """
-    directory = Path(tempfile.mkdtemp(prefix="anyengine-"))
+    base = tempfile.gettempdir()
+    directory = Path(tempfile.mkdtemp(prefix="anyengine-", dir=base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp"))
     lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -43,7 +47,9 @@ def start_resource_tracker() -> None:
         return  # not an engine's own process: nobody kills this group
 
     def spawn(path: Any, args: Sequence[Any], pass_fds: Sequence[int]) -> int:
-        child = subprocess.Popen(args, executable=path, pass_fds=pass_fds, process_group=0)
+        # What it removes it would also complain about.
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        child = subprocess.Popen(args, executable=path, pass_fds=pass_fds, process_group=0, env=environment)
         _children.append(child)  # it ends after this process, which must not wait for it
         return child.pid
 
