@@ -26,13 +26,13 @@ def tokens_of(directory: Path, text: str = TEXT) -> list[int]:
 
 
 def mixed_requests(directory: Path, count: int = 64) -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts of 1 to 300 tokens; greedy ones take turns with seeded ones, whose parameters differ."""
+    """Prompts of 1 to 160 tokens; greedy ones take turns with seeded ones, whose parameters differ."""
     text = tokens_of(directory, TEXT * 2)
     requests: list[tuple[list[int], dict[str, Any]]] = []
     for number in range(count):
-        start = 0 if number % 3 else 7 * number
-        prompt = text[start : start + 1 + (number * 37) % 300]
-        params: dict[str, Any] = {"max_tokens": 4 + number % 17, "temperature": 0.0}
+        start = 0 if number % 3 else 2 * number
+        prompt = text[start : start + 1 + (number * 37) % 160]
+        params: dict[str, Any] = {"max_tokens": 3 + number % 6, "temperature": 0.0}
         if number % 2:
             params |= {"temperature": 0.7 + 0.01 * number, "seed": number, "top_p": 0.9, "top_k": 50}
         if number % 5 == 0:

@@ -37,9 +37,10 @@ ARGUMENTS = {
     "model": "default",
     "dtype": "float32",
     "enforce_eager": True,
-    "max_model_len": 512,
+    "max_model_len": 256,
     "max_num_seqs": 16,
-    "max_num_batched_tokens": 512,
+    "max_num_batched_tokens": 256,
+    "enable_chunked_prefill": False,  # on the CPU vLLM has seeded requests only without
 }
 
 CLOSE = ShutdownPolicy(grace=10)

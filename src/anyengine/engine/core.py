@@ -121,12 +121,13 @@ class EngineCore(abc.ABC):
     def failure_fd(self) -> int | None:
         """A descriptor that becomes readable when the engine fails while nobody calls it (a worker of it died).
 
-        It is asked for once, after :meth:`load`. :meth:`check_health` is then called, also while the engine is paused.
+        It is asked for once, after :meth:`load`. When it is readable, :meth:`check_health` is called, also while the
+        engine is paused.
         """
         return None
 
     def check_health(self) -> None:  # noqa: B027 - an engine without failure_fd() does not override it
-        """Find out whether the engine can go on.
+        """Find out whether the engine can go on; called when a utility has failed, too.
 
         :raises Exception: if it cannot; this ends the engine, as an exception from :meth:`step` does
         """

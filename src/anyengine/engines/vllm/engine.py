@@ -23,13 +23,11 @@ class VllmEngine(VllmUtilities):
     on the CPU, in worker processes of vLLM's, which end with it.
 
     :raises ModuleNotFoundError: if vLLM is not installed
-    :raises ImportError: if it is a version that lacks something that is needed
     :raises TypeError: if vLLM has no such argument
     :raises ValueError: if an argument asks for several engines
     """
 
     def __init__(self, **arguments: Any) -> None:
-        self._version = internals.import_vllm()
         internals.check_arguments(arguments)
         self._arguments = arguments
         self._watch = WorkerWatch()
@@ -41,6 +39,7 @@ class VllmEngine(VllmUtilities):
     def load(self, progress: ProgressReporter) -> None:
         """Load the model as vLLM does.
 
+        :raises ImportError: if this version of vLLM lacks something that is needed
         :raises Exception: what vLLM raised
         """
         with LoadProgress(progress) as loading:
@@ -53,7 +52,7 @@ class VllmEngine(VllmUtilities):
 
     def describe(self) -> EngineInfo:
         """What was loaded."""
-        return self._vllm.describe(self._version)
+        return self._vllm.describe()
 
     def failure_fd(self) -> int:
         """Readable when a worker has died."""
@@ -61,7 +60,8 @@ class VllmEngine(VllmUtilities):
 
     def check_health(self) -> None:
         """:raises WorkerDiedError: if a worker has died"""
-        self._watch.check()
+        # vLLM watches its workers too, and may have been told first.
+        self._watch.check(limit=1.0 if self._vllm.executor_failed else 0.0)
 
     # ---- requests and steps ----
 
@@ -99,8 +99,7 @@ class VllmEngine(VllmUtilities):
                 rows = self._vllm.step()
             except Exception:
                 self._can_shut_down = False
-                # If a worker has died, vLLM knows it too, and has let this step fail.
-                self._watch.check(limit=1.0 if self._vllm.executor_failed else 0.0)
+                self.check_health()
                 raise
         outputs = step_outputs(rows, self._logprobs)
         if outputs is not None and self._logprobs:

