@@ -42,8 +42,9 @@ def _with_llm(arguments: dict[str, Any], requests: list[Any]) -> list[list[int]]
 
 
 async def _with_async_llm(arguments: dict[str, Any], requests: list[Any]) -> list[list[int]]:
-    from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm import AsyncEngineArgs, SamplingParams
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
@@ -62,10 +63,7 @@ async def _with_async_llm(arguments: dict[str, Any], requests: list[Any]) -> lis
 
 def _main() -> None:
     given = json.load(sys.stdin)
-    if sys.argv[1] == "LLM":
-        answers = _with_llm(**given)
-    else:
-        answers = asyncio.run(_with_async_llm(**given))
+    answers = _with_llm(**given) if sys.argv[1] == "LLM" else asyncio.run(_with_async_llm(**given))
     print()
     print(json.dumps(answers))
 

@@ -75,7 +75,7 @@ class Traces:
         self._pids |= set(pids)
         for each in pids:
             maps = Path(f"/proc/{each}/maps").read_text()
-            self._segments |= set(re.findall(r"/dev/shm/\S+", maps))
+            self._segments |= set(re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE))  # the rest is " (deleted)"
         return [each for each in pids if b"Worker" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
     @property

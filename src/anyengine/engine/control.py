@@ -133,7 +133,8 @@ class SchedulerControl:
         """Call a utility; its result may be a :class:`Deferred`.
 
         :raises LookupError: if the engine has no such utility
-        :raises Exception: what the utility raised, or what the engine failed of meanwhile; that call fails, and if ``broken`` is set now, the engine with it
+        :raises Exception: what the utility raised, or what the engine failed of meanwhile; that call fails, and if
+            ``broken`` is set now, the engine with it
         """
         if method not in self._utilities:
             raise LookupError(f"this engine has no utility {method!r}")

@@ -214,9 +214,9 @@ class EngineCoreProc:
         ]
         if self._failure_fd is not None:
             awaited.append((self._failure_fd, zmq.POLLIN))
-        for socket, _ in zmq.zmq_poll(awaited, int(LEAVE_LIMIT * 1000) if comes_and_goes else -1):
-            if socket == self._failure_fd:
-                core.check_health()
+        ready: list[tuple[Any, int]] = zmq.zmq_poll(awaited, int(LEAVE_LIMIT * 1000) if comes_and_goes else -1)
+        if any(socket == self._failure_fd for socket, _ in ready):
+            core.check_health()
 
     def _receive(self, control: SchedulerControl) -> None:
         """Take in all that has come."""

@@ -8,6 +8,7 @@ from typing import Any
 from anyengine.engine.core import EngineRequest, ProgressReporter, StepOutputs
 from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.vllm import internals
+from anyengine.engines.vllm.installed import check_arguments
 from anyengine.engines.vllm.loading import LoadProgress
 from anyengine.engines.vllm.outputs import step_outputs
 from anyengine.engines.vllm.utilities import VllmUtilities
@@ -28,7 +29,7 @@ class VllmEngine(VllmUtilities):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        internals.check_arguments(arguments)
+        check_arguments(arguments)
         self._arguments = arguments
         self._watch = WorkerWatch()
         self._can_shut_down = False

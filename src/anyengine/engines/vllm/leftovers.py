@@ -27,7 +27,9 @@ def scratch_directory() -> Generator[Path]:
     lock of a client's directory for sockets.
     """
     base = tempfile.gettempdir()
-    directory = Path(tempfile.mkdtemp(prefix="anyengine-", dir=base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp"))
+    if len(os.fsencode(base)) > _LONGEST_BASE:
+        base = "/tmp"  # noqa: S108 - mkdtemp makes what is used
+    directory = Path(tempfile.mkdtemp(prefix="anyengine-", dir=base))
     lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
