@@ -46,8 +46,8 @@ class WorkerWatch:
         """Take note of a failure, the first of which counts. Any thread may call this."""
         if self.failure is None and not self._closing:
             self.failure = failure
-            os.write(self._failure_end, b"x")
             self._failed.set()
+            os.write(self._failure_end, b"x")
 
     def check(self, limit: float = 0.0) -> None:
         """:raises WorkerDiedError: if a failure has been noted, or is within ``limit`` seconds"""
