@@ -223,3 +223,50 @@ def test_a_version_that_lacks_something_is_refused_by_name(monkeypatch: pytest.M
     monkeypatch.setattr(installed, "find", lambda path: "0.1.2" if path == "vllm:__version__" else Incomplete)
     with pytest.raises(ImportError, match=r"vllm 0.1.2 is not supported: .*EngineCore has no preprocess_add_request"):
         installed.import_vllm()
+
+
+# ---- sleeping, which needs a GPU in earnest ----
+
+
+class Core:
+    """A core with a batch under way, which writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def drain(self) -> list[Any]:
+        self.asked.append("drain")
+        return [row(1, 5), row(2, 6, finish_reason=1)]
+
+    def step(self) -> list[Any]:
+        return [row(1, 7)]
+
+    def has_work(self) -> bool:
+        return False
+
+    def sleep(self, level: int) -> None:
+        self.asked.append(("sleep", level))
+
+    def wake_up(self, tags: list[str], reload_weights: bool) -> None:
+        self.asked.append(("wake_up", tags, reload_weights))
+
+
+@pytest.mark.usefixtures("vllm_source")
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_was_under_way_comes_when_it_is_awake_again(level: int) -> None:
+    engine = VllmEngine(model="a")
+    core: Any = Core()
+    engine._vllm = core
+    engine.sleep(level)
+    engine.wake_up(["weights"])
+    engine.wake_up(["kv_cache"])
+    assert core.asked == [
+        "drain", ("sleep", level), ("wake_up", ["weights"], level == 2), ("wake_up", ["kv_cache"], False)
+    ]  # fmt: skip
+    assert engine.has_work()
+    kept, new = engine.step(), engine.step()
+    assert kept is not None and new is not None
+    assert (list(kept.token_ids), kept.details[1].finish_reason) == ([5, 6], "length")
+    assert list(new.token_ids) == [7]
+    assert not engine.has_work()
+    engine.shutdown()
