@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -13,9 +15,11 @@ from tests.attached.hand import Hand
 from tests.helpers import until
 
 from anyengine import (
+    ConnectionKeys,
     EngineClient,
     EngineDeadError,
     RequestError,
+    RestartPolicy,
     SamplingParams,
     ShutdownPolicy,
     UtilityError,
@@ -206,6 +210,52 @@ async def test_the_owner_takes_the_engine_along() -> None:
             await owner.connect_client(address)
             await group.start(share, address)
     assert "it said goodbye" in str(errors[0])
+
+
+async def test_an_engine_that_is_started_again_comes_back_to_the_clients_that_shared_it(hand: Hand) -> None:
+    restart = RestartPolicy(limit=2, window=600, backoff=0)
+    async with (
+        open_engine_client(scripted_spec(step_delay=0.001), restart=restart) as owner,
+        anyio.create_task_group() as group,
+    ):
+        joined = anyio.Event()
+        pids: list[int] = []
+
+        async def share() -> None:
+            async with open_engine_client(address=hand.address(), restart=restart) as guest:
+                for _ in range(2):
+                    pids.append(guest.health().pid)
+                    joined.set()
+                    with pytest.raises(EngineDeadError):
+                        await guest.generate([0], FOREVER)
+                    await guest.generate([0], SamplingParams(max_tokens=1))
+
+        group.start_soon(share)
+        await owner.connect_client(hand.address())
+        for _ in range(2):
+            await joined.wait()
+            joined = anyio.Event()
+            os.kill(owner.health().pid, signal.SIGKILL)
+        with anyio.fail_after(30):
+            await until(lambda: len(pids) == 2)
+    assert len(set(pids)) == 2
+
+
+async def test_a_restarted_engine_that_cannot_come_back_to_a_client_serves_the_others(
+    tmp_path: pathlib.Path, hand: Hand, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys"
+    ConnectionKeys.generate().save(keys)
+    restart = RestartPolicy(limit=2, window=600, backoff=0)
+    async with open_engine_client(scripted_spec(), restart=restart) as owner:
+        await owner.connect_client(hand.address(), keys=keys)
+        keys.unlink()
+        os.kill(owner.health().pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await owner.wait_dead()
+        assert (await owner.generate([0], SamplingParams(max_tokens=1))).token_ids == [1]
+    assert f"the client at {hand.address()} does not share the restarted engine" in caplog.text
+    assert "keys" in caplog.text
 
 
 async def test_death_reaches_all_clients(hand: Hand) -> None:

@@ -16,7 +16,7 @@ from anyengine.client.checks import check_count, check_seconds
 from anyengine.client.services import show_new_output
 from anyengine.client.session import EngineSession
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits, Supervisor
-from anyengine.errors import EngineStartError
+from anyengine.errors import EngineDeadError, EngineStartError, UtilityError
 from anyengine.process.host import Launcher
 
 logger: logging.Logger = logging.getLogger("anyengine")
@@ -95,6 +95,7 @@ class EngineKeeper:
         self._starting = True
         try:
             await self._supervisor.start(self._group, self._limits)
+            await self._introduce_guests()
             if (error := self._session.link.callback_error) is not None:
                 raise error
         finally:
@@ -145,7 +146,7 @@ class EngineKeeper:
                 self._supervisor = self._new_supervisor()
                 try:
                     await self._start()
-                except EngineStartError:
+                except (EngineStartError, EngineDeadError):
                     continue
                 except Exception as error:  # the application's own, from on_progress
                     session.link.fail(f"on_progress raised {type(error).__name__}: {error}")
@@ -157,6 +158,14 @@ class EngineKeeper:
         self._release_waiters()
         if gave_up and not session.closing:
             self._on_death()
+
+    async def _introduce_guests(self) -> None:
+        """Have a new life connect to the other clients that shared the one before."""
+        for address, keys in self._session.guests.items():
+            try:
+                await self._session.call("connect_client", [address, keys])
+            except UtilityError as error:
+                logger.warning("the client at %s does not share the restarted engine: %s", address, error)
 
     async def _clear_away(self) -> bool:
         """Let go of the dead life's host; whether nothing is left of it."""

@@ -37,6 +37,23 @@ class OutputDetails:
     kv_transfer_params: Mapping[str, Any] | None = None
     events: Sequence[Any] | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but a reason for the end of the request, as on most last rows."""
+        return (
+            self.stop_reason
+            is self.error
+            is self.logprobs
+            is self.prompt_logprobs
+            is self.pooling_output
+            is self.kv_transfer_params
+            is self.events
+            is None
+        )
+
+
+_ENDINGS: Mapping[object, OutputDetails] = {reason: OutputDetails(finish_reason=reason) for reason in FINISH_REASONS}
+
 
 class StepOutputs:
     """What one step of an engine brought, in columns that all have the same order.
@@ -151,6 +168,8 @@ def encode_details(details: OutputDetails, buffers: list[cbor.Buffer], path: str
 
     :raises UnencodableError: if a field cannot travel, or is not what it should be
     """
+    if details.is_plain and details.finish_reason in FINISH_REASONS:
+        return {"finish_reason": details.finish_reason}
     wire: dict[str, object] = {}
     if details.finish_reason is not None:
         wire["finish_reason"] = details.finish_reason
@@ -178,6 +197,8 @@ def decode_details(wire: object) -> OutputDetails:
     if not isinstance(wire, dict):
         raise ProtocolError("the details of a row are not a map")
     fields = cast("dict[str, Any]", wire)
+    if len(fields) == 1 and type(reason := fields.get("finish_reason")) is str and reason in _ENDINGS:
+        return _ENDINGS[reason]
     for name, value in fields.items():
         if (problem := _problem(name, value)) is not None:
             raise ProtocolError(f"the details of a row hold {name!r:.80}: {problem}")
