@@ -53,7 +53,9 @@ def test_a_step_of_plain_rows_is_columns_alone() -> None:
 
 
 def test_rows_of_several_tokens_and_endings() -> None:
-    outputs = step_outputs([row(1, 5, 6), row(2), row(3, 9, finish_reason=0, stop_reason=9), row(4, finish_reason=4)], {})
+    outputs = step_outputs(
+        [row(1, 5, 6), row(2), row(3, 9, finish_reason=0, stop_reason=9), row(4, finish_reason=4)], {}
+    )
     assert outputs is not None
     assert outputs.counts is not None and list(outputs.counts) == [2, 0, 1, 0]
     assert list(outputs.token_ids) == [5, 6, 9]
@@ -201,9 +203,9 @@ def vllm_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("vllm_source")
 def test_arguments_are_checked_without_importing_vllm() -> None:
     VllmEngine(model="a", max_model_len=5).shutdown()
-    with pytest.raises(TypeError, match="no 'max_model_length'; did you mean 'max_model_len'?"):
+    with pytest.raises(TypeError, match="no 'max_model_length'; did you mean 'max_model_len'"):
         VllmEngine(max_model_length=5)
-    with pytest.raises(TypeError, match="no 'zzz'$"):
+    with pytest.raises(TypeError, match=r"no 'zzz'$"):
         VllmEngine(zzz=5)
 
 

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tests.helpers import until
 from tests.vllm import setups
 from tests.vllm.prompts import tokens_of
 from tokenizers import Tokenizer
 
 from anyengine import (
+    LoRARequest,
+    PoolingParams,
     RequestError,
     SamplingParams,
     StructuredOutputs,
@@ -136,6 +139,24 @@ async def test_refused_alone(address: str, prompt: list[int], params: dict[str, 
         assert len((await client.generate(PROMPT, SamplingParams(max_tokens=3))).token_ids) == 3
 
 
+async def test_a_salt_keeps_prefixes_apart(address: str, directory: Path) -> None:
+    long, params = tokens_of(directory)[:150], SamplingParams(max_tokens=1, temperature=0)
+    async with open_engine_client(address=address) as client:
+        await client.reset_prefix_cache()
+
+        async def found_after(salt: str | None) -> float:
+            """Tokens that this request finds in the cache."""
+            before = client.statistics().engine.get("prefix_cache_hits", 0)
+            queries = client.statistics().engine.get("prefix_cache_queries", 0)
+            await client.generate(long, params, cache_salt=salt)
+            await until(lambda: client.statistics().engine["prefix_cache_queries"] >= queries + len(long))
+            return client.statistics().engine["prefix_cache_hits"] - before
+
+        assert await found_after("mine") == 0
+        assert await found_after("yours") == 0
+        assert await found_after("mine") > 0
+
+
 async def test_the_length_of_the_model_ends_a_request(address: str) -> None:
     async with open_engine_client(address=address) as client:
         completion = await client.generate([5] * 250, SamplingParams(max_tokens=100, ignore_eos=True, temperature=0))
@@ -149,9 +170,7 @@ async def test_utilities(address: str, directory: Path, tmp_path: Path) -> None:
             assert name not in client.info.utilities
             with pytest.raises(UtilityError, match=f"'{name}': engine 'vllm' has no such utility"):
                 await client.call_utility(name)
-        described = await client.collective_rpc(
-            "tests.vllm.in_workers:describe", kwargs={"greeting": "hello"}
-        )
+        described = await client.collective_rpc("tests.vllm.in_workers:describe", kwargs={"greeting": "hello"})
         assert described == [
             {"greeting": "hello", "pid": client.health().pid, "rank": 0, "class": described[0]["class"]}
         ]
@@ -221,17 +240,45 @@ async def test_embeddings_and_adapters(directory: Path, tmp_path: Path, traces: 
             await client.generate(prompt_embeds=torch.zeros(3, 5), sampling_params=SamplingParams(**GREEDY))
 
         assert await client.list_loras() == []
-        lora = {"lora_name": "mine", "lora_int_id": 7, "lora_path": str(adapter)}
+        lora = LoRARequest(lora_name="mine", lora_int_id=7, lora_path=str(adapter))
+        # A request may bring its adapter along.
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+        plain = await client.generate(PROMPT, params)
+        tuned = await client.generate(PROMPT, params, lora=lora)
+        assert plain.logprobs is not None and tuned.logprobs is not None
+        assert plain.logprobs != tuned.logprobs
+        assert await client.list_loras() == [7]
+        assert await client.remove_lora(7) is True
         assert await client.add_lora(lora) is True
+        assert await client.add_lora(lora) is False
         assert await client.list_loras() == [7]
         assert await client.pin_lora(7) is True
         assert await client.remove_lora(7) is True
         assert await client.remove_lora(7) is False
-        with pytest.raises(UtilityError, match="lora_request has 'path'"):
-            await client.add_lora({**lora, "path": "x"})
-        with pytest.raises(UtilityError):
-            await client.add_lora({**lora, "lora_path": "/there/is/none"})
+        with pytest.raises(UtilityError, match="/there/is/none"):
+            await client.add_lora(LoRARequest(lora_name="no", lora_int_id=8, lora_path="/there/is/none"))
         assert (await client.generate(PROMPT, SamplingParams(**GREEDY))).token_ids == expected.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_pooling(traces: setups.Traces) -> None:
+    arguments = {"runner": "pooling", "convert": "embed", "scheduling_policy": "priority"}
+    async with open_engine_client(setups.spec(**arguments), launcher=traces.launcher()) as client:
+        assert "embed" in client.info.supported_tasks
+        assert set(client.info.request_options) == {"cache_salt", "priority"}
+        first = (await client.encode(PROMPT)).pooling_output
+        other = (await client.encode(PROMPT[::-1], priority=-3, cache_salt="mine")).pooling_output
+        again = (await client.encode(PROMPT, PoolingParams(task="embed"))).pooling_output
+        assert first.shape == (576,)
+        assert math.isclose(float(first.norm()), 1, rel_tol=1e-3)
+        assert torch.equal(first, again)
+        assert not torch.allclose(first, other)
+        with pytest.raises(RequestError):
+            await client.encode(PROMPT, PoolingParams(task="embed", dimensions=100_000))
+        with pytest.raises(RequestError):
+            await client.generate(PROMPT, SamplingParams(max_tokens=2))
+        assert torch.equal((await client.encode(PROMPT)).pooling_output, first)
 
 
 def write_adapter(directory: Path) -> Path:

@@ -17,9 +17,10 @@ from anyengine.engine.core import EngineRequest
 from anyengine.engines.vllm.installed import find, import_vllm
 from anyengine.engines.vllm.leftovers import scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
-from anyengine.engines.vllm.parameters import embeddings, sampling_params
+from anyengine.engines.vllm.parameters import embeddings, lora_request, pooling_params, sampling_params
 from anyengine.errors import RequestError
-from anyengine.types import EngineInfo, SamplingParams
+from anyengine.params import SamplingParams
+from anyengine.types import EngineInfo
 
 
 class VllmCore:
@@ -102,9 +103,20 @@ class VllmCore:
             world_size=parallel.world_size,
             data_parallel_size=parallel.data_parallel_size,
             supported_tasks=self._tasks,
-            sampling_parameters=[field.name for field in dataclasses.fields(SamplingParams)],
+            sampling_parameters=(
+                [field.name for field in dataclasses.fields(SamplingParams)] if "generate" in self._tasks else ()
+            ),
+            request_options=self._request_options(),
             prompt_embeds=model.enable_prompt_embeds,
         )
+
+    def _request_options(self) -> Sequence[str]:
+        options = ["cache_salt"]
+        if self.config.scheduler_config.policy == "priority":
+            options.append("priority")  # another scheduler would take it and look away
+        if self.has_lora:
+            options.append("lora")
+        return options
 
     # ---- requests ----
 
@@ -119,13 +131,14 @@ class VllmCore:
                 "a prompt, and would end with all requests; start the engine with enable_chunked_prefill=False"
             )
         try:
-            prompt = self._prompt(request)
             prepared = self._processor.process_inputs(
                 str(request.handle),
-                prompt,
-                sampling_params(request.sampling),
+                self._prompt(request),
+                sampling_params(request.sampling) if request.pooling is None else pooling_params(request.pooling),
                 self._tasks,
                 arrival_time=time.time(),
+                lora_request=None if request.lora is None else lora_request(request.lora),
+                priority=request.priority,
             )
         except (ValueError, TypeError, NotImplementedError) as error:
             raise RequestError(str(error)) from error
@@ -136,13 +149,14 @@ class VllmCore:
         self.core.abort_requests([str(handle) for handle in handles])
 
     def _prompt(self, request: EngineRequest) -> dict[str, Any]:
+        salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
         if request.prompt_embeds is not None:
-            return {"type": "embeds", "prompt_embeds": embeddings(request.prompt_embeds, self._model)}
+            return {"type": "embeds", "prompt_embeds": embeddings(request.prompt_embeds, self._model), **salt}
         tokens = list(request.prompt_token_ids or ())
         # Without a tokenizer vLLM does not look, and a token that the model does not have ends the engine.
         if tokens and max(tokens) >= (size := self._model.get_vocab_size()):
             raise RequestError(f"the prompt holds token {max(tokens)}: the model has {size} tokens")
-        return {"type": "token", "prompt_token_ids": tokens}
+        return {"type": "token", "prompt_token_ids": tokens, **salt}
 
     @functools.cached_property
     def _seeds_are_safe(self) -> bool:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 from anyengine.engines.vllm.installed import find
 from anyengine.errors import RequestError
-from anyengine.types import SamplingParams, StructuredOutputs
+from anyengine.params import LoRARequest, PoolingParams, SamplingParams, StructuredOutputs
 
 
-def lora_request(fields: Mapping[str, Any]) -> Any:
-    """The fields as vLLM's LoRARequest.
+def lora_request(lora: LoRARequest) -> Any:
+    """The adapter as vLLM's LoRARequest."""
+    return find("vllm.lora.request:LoRARequest")(**dataclasses.asdict(lora))
 
-    :raises TypeError, ValueError: if the fields are not those of one
-    """
-    lora_class = find("vllm.lora.request:LoRARequest")
-    if unknown := [name for name in fields if name not in lora_class.__struct_fields__]:
-        raise TypeError(f"lora_request has {unknown[0]!r}; its fields are {', '.join(lora_class.__struct_fields__)}")
-    if not fields.get("lora_path"):
-        raise ValueError("lora_request['lora_path']: expected the directory of an adapter")
-    return lora_class(**fields)
+
+def pooling_params(params: PoolingParams) -> Any:
+    """The parameters as vLLM's PoolingParams."""
+    return find("vllm:PoolingParams")(**dataclasses.asdict(params))
 
 
 def sampling_params(params: SamplingParams) -> Any:

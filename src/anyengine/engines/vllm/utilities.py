@@ -8,6 +8,7 @@ from typing import Any
 from anyengine.engine.core import EngineCore, utility
 from anyengine.engine.loading import import_object
 from anyengine.engines.vllm import internals, parameters
+from anyengine.params import LoRARequest
 
 
 class VllmUtilities(EngineCore):
@@ -50,12 +51,15 @@ class VllmUtilities(EngineCore):
 
     @utility
     def add_lora(self, lora_request: Mapping[str, Any]) -> bool:
-        """Load an adapter.
+        """Load an adapter; false if it is there already.
 
-        :raises TypeError, ValueError: if the fields are not those of vLLM's LoRARequest
+        :raises TypeError, RequestError: if the fields are not those of a LoRARequest
         :raises Exception: what vLLM raised, such as for a directory without an adapter
         """
-        return self._vllm.core.add_lora(parameters.lora_request(lora_request))
+        lora = LoRARequest(**lora_request)
+        if lora.lora_int_id in self._vllm.core.list_loras():
+            return False
+        return self._vllm.core.add_lora(parameters.lora_request(lora))
 
     @utility
     def remove_lora(self, lora_id: int) -> bool:
