@@ -140,7 +140,7 @@ class VllmCore:
                 lora_request=None if request.lora is None else lora_request(request.lora),
                 priority=request.priority,
             )
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError, NotImplementedError, find("vllm.exceptions:VLLMClientError")) as error:
             raise RequestError(str(error)) from error
         self.core.add_request(*self.core.preprocess_add_request(prepared))
 
@@ -260,7 +260,8 @@ def _files_in(directory: Path) -> Generator[None]:
     """Have vLLM make its files for sockets and for the rendezvous of workers in ``directory``.
 
     They are only needed until all workers have found each other, but vLLM leaves them in the directory of temporary
-    files: the sockets always, the other when it is killed.
+    files: the sockets always, the other when it is killed. On the CPU its workers also share memory under the name of
+    their rendezvous, which stays when one of them is killed; all of them have it by the end of the block.
     """
     network: Any = importlib.import_module("vllm.utils.network_utils")
     base, files = os.environ.get("VLLM_RPC_BASE_PATH"), getattr(network, "tempfile", None)
@@ -270,6 +271,9 @@ def _files_in(directory: Path) -> Generator[None]:
     try:
         yield
     finally:
+        for rendezvous in directory.glob("vllm_dist_*"):
+            for segment in Path("/dev/shm").glob(f"{rendezvous.name}*"):  # noqa: S108 - where shm_open has its names
+                segment.unlink(missing_ok=True)
         if files is not None:
             network.tempfile = files
         if base is None:
