@@ -160,12 +160,22 @@ def test_the_death_of_one_worker_is_told_and_ends_the_others() -> None:
     with pytest.raises(WorkerDiedError, match=expected):
         watch.check()
     watch.fail("what others say later")
+    watch.fail_without_workers()
     with pytest.raises(WorkerDiedError, match=expected):
         watch.check(limit=1)
     until_sync(lambda: first.exitcode is not None)
     watch.close()
     for process in (first, second):
         process.close()
+
+
+def test_an_executor_without_worker_processes_says_itself_that_it_failed() -> None:
+    watch = WorkerWatch()
+    watch.start([])
+    watch.fail_without_workers()
+    with pytest.raises(WorkerDiedError, match="vLLM's executor has failed"):
+        watch.check()
+    watch.close()
 
 
 def test_a_watch_that_is_closed_tells_nothing() -> None:
@@ -202,7 +212,7 @@ def vllm_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("vllm_source")
 def test_arguments_are_checked_without_importing_vllm() -> None:
-    VllmEngine(model="a", max_model_len=5).shutdown()
+    VllmEngine(model="a", max_model_len=5)
     with pytest.raises(TypeError, match="no 'max_model_length'; did you mean 'max_model_len'"):
         VllmEngine(max_model_length=5)
     with pytest.raises(TypeError, match=r"no 'zzz'$"):
@@ -271,4 +281,3 @@ def test_what_was_under_way_comes_when_it_is_awake_again(level: int) -> None:
     assert (list(kept.token_ids), kept.details[1].finish_reason) == ([5, 6], "length")
     assert list(new.token_ids) == [7]
     assert not engine.has_work()
-    engine.shutdown()

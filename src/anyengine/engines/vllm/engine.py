@@ -31,7 +31,7 @@ class VllmEngine(VllmUtilities):
     def __init__(self, **arguments: Any) -> None:
         check_arguments(arguments)
         self._arguments = arguments
-        self._watch = WorkerWatch()
+        self._watch: WorkerWatch
         self._can_shut_down = False
         self._logprobs: dict[str, tuple[int, int]] = {}
         self._rows: list[Any] = []  # of batches that were under way when the engine fell asleep
@@ -43,12 +43,17 @@ class VllmEngine(VllmUtilities):
         :raises ImportError: if this version of vLLM lacks something that is needed
         :raises Exception: what vLLM raised
         """
-        with LoadProgress(progress) as loading:
-            arguments = dict(self._arguments)
-            if arguments.get("model") == "default":
-                arguments["model"] = str(default_model(loading.stage))
-            self._vllm = internals.VllmCore(arguments, loading, lambda: self._watch.fail("vLLM's executor has failed"))
-            self._can_shut_down = True
+        self._watch = WorkerWatch()
+        try:
+            with LoadProgress(progress) as loading:
+                arguments = dict(self._arguments)
+                if arguments.get("model") == "default":
+                    arguments["model"] = str(default_model(loading.stage))
+                self._vllm = internals.VllmCore(arguments, loading, self._watch.fail_without_workers)
+        except BaseException:
+            self._watch.close()
+            raise
+        self._can_shut_down = True
         self._watch.start(self._vllm.workers)
 
     def describe(self) -> EngineInfo:

@@ -49,6 +49,11 @@ class WorkerWatch:
             self._failed.set()
             os.write(self._failure_end, b"x")
 
+    def fail_without_workers(self) -> None:
+        """Take note that vLLM gives its executor up; if a worker process has died, the watch itself says which."""
+        if self._thread is None:
+            self.fail("vLLM's executor has failed")
+
     def check(self, limit: float = 0.0) -> None:
         """:raises WorkerDiedError: if a failure has been noted, or is within ``limit`` seconds"""
         if self._failed.wait(limit):
