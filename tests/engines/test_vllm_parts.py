@@ -106,12 +106,13 @@ def test_stages_are_told_by_whatever_executor_it_is() -> None:
         def initialize_from_config(self, configs: list[str]) -> str:
             return configs[0]
 
-    told: list[str] = []
-    with LoadProgress(lambda stage, fraction=None: told.append(stage)) as progress:
+    told: list[tuple[str, float | None]] = []
+    with LoadProgress(lambda stage, fraction=None: told.append((stage, fraction))) as progress:
         executor = with_stages(Executor, progress)("config")
         assert isinstance(executor, Executor)
         assert executor.initialize_from_config(["result"]) == "result"
-    assert told == ["loading weights", "allocating KV cache"]
+    stages = ("loading weights", "allocating KV cache")
+    assert told == [(stage, fraction) for stage in stages for fraction in (None, 1.0)]
 
 
 def test_loading_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +124,14 @@ def test_loading_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     count = len(told)
     time.sleep(0.05)
     assert told == ["a long one"] * count
+
+
+def test_a_stage_in_which_loading_fails_is_not_done() -> None:
+    told: list[float | None] = []
+    with pytest.raises(RuntimeError), LoadProgress(lambda stage, fraction=None: told.append(fraction)) as progress:
+        progress.stage("one")
+        raise RuntimeError
+    assert told == [None]
 
 
 # ---- workers ----

@@ -21,14 +21,14 @@ _STAGES = {
 
 
 class LoadProgress:
-    """Reports the stage that loading has come to when it changes and every second, until the block is left.
+    """Reports the stage that loading has come to when it changes, as done when the next one comes, and every second.
 
     A thread repeats it, because vLLM holds up the thread that loads; the two never report at once.
     """
 
     def __init__(self, progress: ProgressReporter) -> None:
         self._progress = progress
-        self._stage = "starting"
+        self._stage: str | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="anyengine-loading", daemon=True)
@@ -42,17 +42,26 @@ class LoadProgress:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        if error is None:
+            self._finish()
 
     def stage(self, stage: str, fraction: float | None = None) -> None:
         """Report a stage and how much of it is done; also a ``ProgressReporter`` itself."""
         with self._lock:
+            if stage != self._stage:
+                self._finish()
             self._stage = stage
             self._progress(stage, fraction)
+
+    def _finish(self) -> None:
+        if self._stage is not None:
+            self._progress(self._stage, 1.0)
 
     def _repeat(self) -> None:
         while not self._ended.wait(_INTERVAL):
             with self._lock:
-                self._progress(self._stage, None)
+                if self._stage is not None:
+                    self._progress(self._stage, None)
 
 
 def with_stages(executor_class: Any, progress: LoadProgress) -> Any:
