@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from typing import Any
 
 from anyengine.engine import Deferred, EngineRequest, ProgressReporter, utility
 from anyengine.engines.scripted import ScriptedEngine
+from anyengine.protocol.arrays import WireArray
 from anyengine.types import EngineInfo
 
 
@@ -51,6 +53,13 @@ class EmbedsEngine(HeldEngine):
     def add_request(self, request: EngineRequest) -> None:
         """Take a request with embeddings of shape [tokens, hidden size]."""
         if request.prompt_embeds is not None:
-            last = int(request.prompt_embeds[-1, -1])
+            embeds = request.prompt_embeds
+            if isinstance(embeds, WireArray):  # of torch, which is not loaded here
+                embeds = embeds.to_numpy()
+            last = int(embeds[-1, -1])
             request = dataclasses.replace(request, prompt_token_ids=array("I", [last]), prompt_embeds=None)
         super().add_request(request)
+
+    @utility
+    def take(self, value: Any) -> None:
+        """Do nothing with it."""

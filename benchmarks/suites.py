@@ -85,10 +85,23 @@ def latency(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
 
 
 def tensors(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
-    """Bytes per second of a tensor in a request."""
-    results = take_turns(contestants, scale.rounds, "prompt_embeds", mebibytes=64, samples=2)
-    rates = {key: [rate for slice_ in slices for rate in slice_] for key, slices in results.items()}
-    return [Figure("64 MiB tensor in a request", "GB/s", rates, True, 2).trio_close()]
+    """Bytes per second of a tensor in a request: by the lane, in frames, and without a copy; ours in all three ways."""
+
+    def rates(who: Sequence[Contestant], command: str) -> dict[str, list[float]]:
+        results = take_turns(who, scale.rounds, command, mebibytes=64, samples=6)
+        return {key: [rate for slice_ in slices for rate in slice_] for key, slices in results.items()}
+
+    ours = [contestant for contestant in contestants if contestant.name == "ours"]
+    lane = Figure("64 MiB tensor in a request", "GB/s", rates(contestants, "prompt_embeds"), True, 2)
+    frames = Figure("the same in frames", "GB/s", rates(ours, "prompt_embeds_in_frames"), True, 2)
+    shared = rates(ours, "prompt_embeds_in_shared_storage")
+    pauses = take_turns(ours, scale.rounds, "longest_pause", mebibytes=64, samples=2)
+    return [
+        lane.against_baseline(3.0).trio_close(),
+        frames.trio_close(),
+        Figure("the same in torch's shared memory", "GB/s", shared, True, 1),
+        Figure("64 MiB in a utility call: longest pause of the loop", "ms", pauses).at_most(10.0),
+    ]
 
 
 def in_process(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:

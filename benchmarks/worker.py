@@ -27,6 +27,9 @@ _OURS: dict[str, Callable[..., Awaitable[Any]]] = {
     "utility": latency.utility,
     "first_output": latency.first_output,
     "prompt_embeds": tensors.prompt_embeds,
+    "prompt_embeds_in_frames": tensors.prompt_embeds_in_frames,
+    "prompt_embeds_in_shared_storage": tensors.prompt_embeds_in_shared_storage,
+    "longest_pause": tensors.longest_pause,
     "memory": lifecycle.memory,
 }
 _OURS_ALONE: dict[str, Callable[..., Awaitable[Any]]] = {

@@ -9,28 +9,24 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import anyio
+from tokenizers import Tokenizer, decoders, models
 
 from anyengine import EngineClient, EngineSpec
-
-Decoder = Callable[[Sequence[int]], str]
-"""Turns the next tokens of one text into the characters that they complete."""
+from anyengine.text import ModelText
 
 
 class Model(Protocol):
-    """An engine, and how text becomes its tokens and back."""
+    """An engine, and the tokenizer that belongs to it."""
 
     spec: EngineSpec
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt. Call it when the engine is ready: its first start makes the tokenizer's file."""
-        ...
-
-    def decoder(self) -> Decoder:
-        """A decoder for one stream of tokens."""
+    @property
+    def text(self) -> ModelText:
+        """Use it when the engine is ready: its first start makes the tokenizer's file."""
         ...
 
 
@@ -41,24 +37,9 @@ class DefaultModel:
         self.spec = EngineSpec("anyengine.engines.transformers:TransformersEngine", {"model": "default", **arguments})
 
     @functools.cached_property
-    def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer
-
-        from anyengine.engines.transformers import default_model
-
-        directory = default_model(lambda stage, fraction=None: None)  # returns at once: the engine has converted it
-        return Tokenizer.from_file(str(directory / "tokenizer.json"))
-
-    def encode(self, text: str) -> list[int]:
-        """By the model's tokenizer."""
-        return self._tokenizer.encode(text).ids
-
-    def decoder(self) -> Decoder:
-        """By the tokenizers' incremental decoding: a character comes when its last token has come."""
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=True)
-        return lambda token_ids: "".join(stream.step(self._tokenizer, token) or "" for token in token_ids)
+    def text(self) -> ModelText:
+        """The model's own tokenizer and chat template."""
+        return ModelText.load_sync("default")
 
 
 class ScriptedModel:
@@ -70,13 +51,13 @@ class ScriptedModel:
         script = {"script": list(self.SENTENCE * 10), "step_delay": 0.02, "max_model_len": 4096}
         self.spec = EngineSpec("anyengine.engines.scripted:ScriptedEngine", {**script, **arguments})
 
-    def encode(self, text: str) -> list[int]:
-        """Bytes."""
-        return list(text.encode())
-
-    def decoder(self) -> Decoder:
-        """Bytes."""
-        return lambda token_ids: bytes(token_ids).decode("ascii")
+    @functools.cached_property
+    def text(self) -> ModelText:
+        """Bytes as tokens, and of a chat the last message."""
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        return ModelText(tokenizer, chat_templates={"default": "{{ messages[-1].content }}"})
 
 
 def parser(description: str | None, backends: Sequence[str] = ("asyncio", "trio")) -> argparse.ArgumentParser:

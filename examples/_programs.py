@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
-from anyio.abc import Process
+from anyio.abc import Process, TaskStatus
 
 
 @asynccontextmanager
@@ -35,15 +35,16 @@ async def run_until_signal(function: Callable[..., Awaitable[int]], *arguments: 
     """
     code = 0
 
-    async def watch(scope: anyio.CancelScope) -> None:
+    async def watch(scope: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:
         nonlocal code
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+            task_status.started()
             async for number in signals:
                 code = 128 + number
                 scope.cancel()
 
     async with anyio.create_task_group() as group:
-        group.start_soon(watch, group.cancel_scope)
+        await group.start(watch, group.cancel_scope)
         code = await function(*arguments)
         group.cancel_scope.cancel()
     return code

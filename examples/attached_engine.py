@@ -106,13 +106,13 @@ async def stream(client: EngineClient, smol: Model, other: OtherTerminal) -> Non
 
     :raises EngineDeadError: if the engine goes before its end
     """
-    decode, tokens = smol.decoder(), 0
-    async with client.open_request(smol.encode(PROMPT), SAMPLING) as request:
+    tokens = 0
+    async with smol.text.open_stream(client, PROMPT, SAMPLING) as request:
         async for output in request:
             if not tokens:
                 print(f"[{client.info.engine}, pid {client.health().pid}] {PROMPT}", end="")
             tokens += len(output.token_ids)
-            print(decode(output.token_ids), end="", flush=True)
+            print(output.text, end="", flush=True)
             if tokens >= 10:
                 other.streaming.set()
             if output.finish_reason is not None:

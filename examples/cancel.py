@@ -37,9 +37,9 @@ async def main(engine: str) -> None:
         open_engine_client(smol.spec, on_progress=show_progress) as client,
         anyio.create_task_group() as group,
     ):
-        group.start_soon(hold, client, smol.encode("First,"), scope, holding)
+        group.start_soon(hold, client, smol.text.encode("First,"), scope, holding)
         await holding.wait()
-        async with client.open_request(smol.encode("Second,"), SAMPLING) as request:
+        async with client.open_request(smol.text.encode("Second,"), SAMPLING) as request:
             with anyio.move_on_after(1.5) as waiting:
                 await anext(request)
             print(f"the second request has waited for {1.5 if waiting.cancelled_caught else 0} s, without a token")

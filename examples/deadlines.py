@@ -16,13 +16,12 @@ SUBJECTS = ("rivers", "bread", "the moon", "chess", "whales", "glass", "rain", "
 
 
 async def ask(client: EngineClient, smol: Model, subject: str, seconds: float) -> None:
-    decode = smol.decoder()
     text, state = "", "finished"
     with anyio.move_on_after(seconds) as deadline:
         sampling = SamplingParams(max_tokens=60, temperature=0.0)
-        async with client.open_request(smol.encode(f"A short story about {subject}:"), sampling) as request:
-            async for output in request:
-                text += decode(output.token_ids)
+        async with smol.text.open_stream(client, f"A short story about {subject}:", sampling) as stream:
+            async for output in stream:
+                text += output.text
     if deadline.cancelled_caught:
         state = "deadline"
     start = " ".join(text.split())[:50]

@@ -81,7 +81,7 @@ def as_line(identity: str | int, result: Completion | RequestError, smol: Model)
     if isinstance(result, RequestError):
         line: dict[str, Any] = {"id": identity, "error": str(result)}
     else:
-        text = smol.decoder()(result.token_ids)
+        text = smol.text.decode(result.token_ids)
         line = {"id": identity, "text": text, "tokens": len(result.token_ids), "finish_reason": result.finish_reason}
     return json.dumps(line, ensure_ascii=False) + "\n"
 
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
         bar = progress.add_task("starting the engine", total=len(prompts), completed=len(prompts) - len(missing))
         with open_sync_engine_client(smol.spec, backend=options.backend) as client:
             progress.update(bar, description="prompts")
-            encoded = (smol.encode(prompts[identity]) for identity in missing)
+            encoded = (smol.text.encode(prompts[identity]) for identity in missing)
             for index, result in client.generate_many(encoded, sampling, max_concurrency=options.concurrency):
                 output.write(as_line(missing[index], result, smol))
                 output.flush()  # so that not even SIGKILL takes a whole line away

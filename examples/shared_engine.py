@@ -33,15 +33,15 @@ class Tally:
 async def stream(client: EngineClient, smol: Model, name: str, prompt: str, tally: Tally) -> None:
     """Print lines of text as they fill; when a request has come to its end, make another."""
     while True:
-        decode, line = smol.decoder(), ""
-        async with client.open_request(smol.encode(prompt), SAMPLING) as request:
+        line = ""
+        async with smol.text.open_stream(client, prompt, SAMPLING) as request:
             came_at: float | None = None
             async for output in request:
                 now = time.perf_counter()
                 tally.tokens += len(output.token_ids)
                 tally.longest_pause = max(tally.longest_pause, now - (came_at or now))
                 came_at = now
-                line += decode(output.token_ids).replace("\n", " ")
+                line += output.text.replace("\n", " ")
                 if len(line) >= 40:
                     print(f"{name:6} |{line}", flush=True)
                     line = ""

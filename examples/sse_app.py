@@ -1,6 +1,7 @@
 """A small frontend: server-sent events over one engine. sse_trio.py and sse_asyncio.py serve this application.
 
-    POST /generate     {"prompt": "...", "max_tokens": 32}; a stream of  data: {"text": ...}
+    POST /generate     {"prompt": "...", "max_tokens": 32, "stop": ["..."]}; a stream of  data: {"text": ...}
+                       {"messages": [{"role": "user", "content": "..."}]} in place of a prompt, for a chat
     GET /health        the engine's health; 503 if it is not alive
     GET /statistics    what the client and the engine hold right now
 
@@ -25,19 +26,21 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from _common import Model
-from anyengine import EngineClient, EngineClosedError, EngineError, RequestError, RequestStream, SamplingParams
+from anyengine import EngineClient, EngineClosedError, EngineError, ModelError, RequestError, SamplingParams
+from anyengine.text import TextStream
 
 
 def make_app(client: EngineClient, model: Model, ending: anyio.Event) -> Starlette:
     """The application for an engine that is ready. Set ``ending`` to have its streams end, each with an error event."""
+    text = model.text  # read here, before there is anybody whom it would hold up
 
     async def generate(request: Request) -> Response:
         try:
-            prompt, sampling = parse(await request.json())
-            stream = client.open_request(model.encode(prompt), sampling)
+            prompt, sampling, stop = parse(await request.json())
+            stream = text.open_stream(client, prompt, sampling, stop=stop)
         except (EngineError, TypeError, ValueError) as error:
             return failure(error)
-        return EventStream(stream, model, ending)
+        return EventStream(stream, ending)
 
     async def health(request: Request) -> Response:
         report = client.health()
@@ -55,14 +58,15 @@ def make_app(client: EngineClient, model: Model, ending: anyio.Event) -> Starlet
     )
 
 
-def parse(body: Any) -> tuple[str, SamplingParams]:
-    """A request's prompt and parameters.
+def parse(body: Any) -> tuple[Any, SamplingParams, Any]:
+    """A request's prompt (text or messages), parameters and stop strings.
 
     :raises ValueError: if the body is not what it should be
     """
-    if not isinstance(body, dict) or not isinstance(body.get("prompt"), str) or not body["prompt"]:
-        raise ValueError('expected a JSON object {"prompt": "some text", "max_tokens": 32}')
-    return body["prompt"], SamplingParams(max_tokens=body.get("max_tokens", 32), temperature=0.0)
+    prompt = body.get("messages", body.get("prompt")) if isinstance(body, dict) else None
+    if not prompt or not isinstance(prompt, list if "messages" in body else str):
+        raise ValueError('expected a JSON object {"prompt": "some text", "max_tokens": 32}, or with "messages"')
+    return prompt, SamplingParams(max_tokens=body.get("max_tokens", 32), temperature=0.0), body.get("stop", [])
 
 
 class EventStream(Response):
@@ -72,15 +76,14 @@ class EventStream(Response):
     at some later time. Here the request's block is in the task that serves the response and ends with it.
     """
 
-    def __init__(self, stream: RequestStream, model: Model, ending: anyio.Event) -> None:
+    def __init__(self, stream: TextStream, ending: anyio.Event) -> None:
         self._stream = stream
-        self._decode = model.decoder()
         self._ending = ending
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        error: EngineError | None = None
+        error: Exception | None = None
         async with anyio.create_task_group() as group:
             streaming = anyio.CancelScope()
             group.start_soon(self._await_disconnect, receive, group.cancel_scope)
@@ -88,7 +91,7 @@ class EventStream(Response):
             try:
                 with streaming:
                     await self._send_events(send)
-            except EngineError as its_own:
+            except (EngineError, TypeError) as its_own:  # a prompt that cannot be is found when the stream is entered
                 error = its_own
             if streaming.cancelled_caught:
                 error = EngineClosedError("the server is shutting down")
@@ -115,7 +118,7 @@ class EventStream(Response):
                     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     self._started = True
-                event = {"text": self._decode(output.token_ids), "finish_reason": output.finish_reason}
+                event = {"text": output.text, "finish_reason": output.finish_reason}
                 await self._send_event(send, event, last=output.finish_reason is not None)
 
     async def _send_event(self, send: Send, event: dict[str, Any], prefix: str = "", *, last: bool = False) -> None:
@@ -125,7 +128,7 @@ class EventStream(Response):
 
 def failure(error: Exception) -> Response:
     """400 for a request that cannot be, 503 for an engine that is dead or closing."""
-    is_engines_fault = isinstance(error, EngineError) and not isinstance(error, RequestError)
+    is_engines_fault = isinstance(error, EngineError) and not isinstance(error, RequestError | ModelError)
     return JSONResponse({"error": summary(error)}, status_code=503 if is_engines_fault else 400)
 
 

@@ -19,11 +19,10 @@ async def main(engine: str) -> None:
     smol = model(engine)
     async with open_engine_client(smol.spec, on_progress=show_progress) as client:
         print(f"[{client.info.engine}, pid {client.health().pid}]\n{PROMPT}", end="")
-        decode = smol.decoder()
         sampling = SamplingParams(max_tokens=48, temperature=0.0)
-        async with client.open_request(smol.encode(PROMPT), sampling) as request:
-            async for output in request:
-                print(decode(output.token_ids), end="", flush=True)
+        async with smol.text.open_stream(client, PROMPT, sampling) as stream:
+            async for output in stream:
+                print(output.text, end="", flush=True)
                 if output.finish_reason is not None:
                     print(f"\n[finished: {output.finish_reason}]")
 

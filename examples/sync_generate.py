@@ -15,20 +15,18 @@ smol = model(options.engine)
 sampling = SamplingParams(max_tokens=24, temperature=0.0)
 
 with open_sync_engine_client(smol.spec, backend=options.backend, on_progress=show_progress) as client:
-    completion = client.generate(smol.encode("The sea is"), sampling)
-    print(f"The sea is{smol.decoder()(completion.token_ids)}")
+    print(f"The sea is{smol.text.generate_sync(client, 'The sea is', sampling).text}")
 
-    decode = smol.decoder()
     print("Once upon a time", end="")
-    with client.stream(smol.encode("Once upon a time"), sampling) as request:
-        for output in request:
-            print(decode(output.token_ids), end="", flush=True)
+    with smol.text.open_sync_stream(client, "Once upon a time", sampling) as stream:
+        for output in stream:
+            print(output.text, end="", flush=True)
     print(f"\n[finished: {output.finish_reason}]")
 
     subjects = ("Rivers", "Bread", "Glass", "Winter")
-    prompts = (smol.encode(f"{subject} can be") for subject in subjects)
+    prompts = (smol.text.encode(f"{subject} can be") for subject in subjects)
     for index, result in client.generate_many(prompts, sampling):
         if isinstance(result, Exception):
             print(f"{subjects[index]}: {result}")
         else:
-            print(f"{subjects[index]} can be{smol.decoder()(result.token_ids)}")
+            print(f"{subjects[index]} can be{smol.text.decode(result.token_ids)}")

@@ -10,9 +10,10 @@ import argparse
 
 import anyio
 
-from _vllm import SMALL, text_model
 from anyengine import EngineClient, EngineSpec, RequestError, SamplingParams, StructuredOutputs, open_engine_client
+from anyengine.text import ModelText
 
+SMALL = {"max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 1024, "enforce_eager": True}
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 120}},
@@ -28,28 +29,28 @@ SHAPES = {
 }
 
 
-async def ask(client: EngineClient, encode, decode, name: str, shape: StructuredOutputs) -> None:
+async def ask(client: EngineClient, text: ModelText, name: str, shape: StructuredOutputs) -> None:
     sampling = SamplingParams(max_tokens=80, temperature=0.0, structured_outputs=shape)
     try:
-        completion = await client.generate(encode("Answer in the shape that was asked for:"), sampling)
+        completion = await client.generate(text.encode("Answer in the shape that was asked for:"), sampling)
     except RequestError as error:
         print(f"{name:8} refused: {str(error).splitlines()[0][:70]}", flush=True)
     else:
-        print(f"{name:8} {decode(completion.token_ids)}", flush=True)
+        print(f"{name:8} {text.decode(completion.token_ids)}", flush=True)
 
 
 async def main(model: str) -> None:
     spec = EngineSpec("anyengine.engines.vllm:VllmEngine", {"model": model, **SMALL})
     async with open_engine_client(spec) as client:
-        encode, decode = text_model(model)
+        text = await ModelText.load(model)  # when the engine is ready: its first start makes the default model
         async with anyio.create_task_group() as group:
             for name, shape in SHAPES.items():
-                group.start_soon(ask, client, encode, decode, name, shape)
+                group.start_soon(ask, client, text: ModelText, name, shape)
 
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", default="default", help="a directory or a name; default: SmolLM2-135M-Instruct")
+    options.add_argument("--model", default="default", help="the directory of a model; default: SmolLM2-135M-Instruct")
     options.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio")
     given = options.parse_args()
     anyio.run(main, given.model, backend=given.backend)

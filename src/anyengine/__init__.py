@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from anyengine.errors import EngineError as EngineError
     from anyengine.errors import EngineStartError as EngineStartError
     from anyengine.errors import KeysError as KeysError
+    from anyengine.errors import ModelError as ModelError
     from anyengine.errors import ProtocolError as ProtocolError
     from anyengine.errors import RequestError as RequestError
     from anyengine.errors import RequestStalledError as RequestStalledError
@@ -72,6 +73,7 @@ _MODULES = {
     "InprocEngineClient": "inproc_client",
     "KeysError": "errors",
     "LoRARequest": "params",
+    "ModelError": "errors",
     "OutputDetails": "protocol.outputs",
     "PoolingParams": "params",
     "ProcessLauncher": "process.launcher",

@@ -204,6 +204,10 @@ class KeysError(EngineError, ValueError):
     """A file of keys cannot be used; the message says why."""
 
 
+class ModelError(EngineError):
+    """What a model has for text is missing or cannot be used: its directory, its tokenizer, its chat template."""
+
+
 class UtilityTimeoutError(UtilityError, TimeoutError):
     """The engine did not answer a utility call in the time that the call allowed; a late answer is ignored."""
 

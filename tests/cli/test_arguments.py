@@ -19,7 +19,16 @@ def test_help_names_commands_and_options(sandbox: Sandbox) -> None:
     command = sandbox.run([*CLI, "generate", "--help"])
     assert command.returncode == 0
     assert "[OPTIONS] [MODEL] PROMPT" in command.stdout
-    for option in ("--max-tokens", "--temperature", "--seed", "--backend", "--chat", "--no-chat", "trio|asyncio"):
+    for option in (
+        "--max-tokens",
+        "--temperature",
+        "--seed",
+        "--stop",
+        "--backend",
+        "--chat",
+        "--no-chat",
+        "trio|asyncio",
+    ):
         assert option in command.stdout
     assert not CONTROLS.search(general.stdout + command.stdout)
 
@@ -42,6 +51,7 @@ def test_version(sandbox: Sandbox) -> None:
         (["hi", "--max-tokens", "0"], "--max-tokens"),
         (["hi", "--max-tokens", "99999999999"], "SamplingParams.max_tokens"),
         (["hi", "--temperature", "-1"], "--temperature"),
+        (["hi", "--stop", ""], "stop[0]=''"),
         (["hi", "--temperature", "hot"], "--temperature"),
         (["hi", "--backend", "curio"], "--backend"),
         (["hi", "--nonsense"], "--nonsense"),
@@ -102,7 +112,7 @@ main()
 
 def test_the_talking_process_loads_neither_torch_nor_transformers(sandbox: Sandbox) -> None:
     code = (
-        "import sys, anyengine.cli.app, anyengine.cli.chat; "
+        "import sys, anyengine.cli.app, anyengine.text.chat_template; "
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     result = sandbox.run([sys.executable, "-c", code])

@@ -47,6 +47,13 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(sandbox: Sandbox, backend: s
     assert "loading weights ..." in result.stderr
 
 
+def test_stop_strings(sandbox: Sandbox) -> None:
+    stops = ["--stop", "London", "--stop", "."]
+    result = sandbox.run([*CLI, "generate", "The capital of France is", "--max-tokens", "6", *stops])
+    assert result.stdout == " Paris\n"
+    assert re.search(rf"^{FIGURES}, finished: stop$", result.stderr, re.MULTILINE)
+
+
 def test_chat_on_a_terminal(sandbox: Sandbox) -> None:
     command = [*CLI, "generate", "default", "What is the capital of France?", "--chat", "--backend", "trio"]
     with Terminal(sandbox, command) as terminal:

@@ -40,6 +40,20 @@ def test_streaming_with_the_real_model(sandbox: Sandbox, backend: str) -> None:
     assert shown.endswith("\n[finished: length]\n")
 
 
+def test_chat(sandbox: Sandbox, backend: str) -> None:
+    shown = run(sandbox, "chat", backend)
+    answer = " a scripted engine recites this sentence to everybody\n[finished: stop, ',']\n"
+    assert f"> What is the capital of France?\n{answer}> And of Italy?\n{answer}[the engine runs 0 requests]\n" in shown
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("default_model_converted")
+def test_chat_with_the_real_model(sandbox: Sandbox, backend: str) -> None:
+    shown = run(sandbox, "chat", backend, "default", timeout=120)
+    assert re.search(r"France\?\n.*Paris\n\[finished: stop, '\.'\]\n> And of Italy\?\n.*Rome", shown)
+
+
 def test_deadlines(sandbox: Sandbox, backend: str) -> None:
     shown = run(sandbox, "deadlines", backend)
     states = {int(characters): state for state, characters in re.findall(r"s  (\w+) +(\d+) characters", shown)}
@@ -81,6 +95,6 @@ def test_crash(sandbox: Sandbox, backend: str) -> None:
 
 def test_every_example_tells_how_it_is_run(backend: str) -> None:
     programs = {path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()}
-    assert len(programs) == 8
+    assert len(programs) == 9
     for path in programs:
         assert f"python examples/{path.name} [--" in path.read_text().split('"""')[1]

@@ -89,6 +89,17 @@ def test_tokens_are_streamed(frontend: Frontend) -> None:
     frontend.end(signal.SIGTERM)
 
 
+def test_chats_and_stop_strings(frontend: Frontend) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900, "stop": ["to every", "nothing"]}
+    with frontend.client.stream("POST", "/generate", json=body) as response:
+        received = [event for _, event in events(response)]
+    assert "".join(event["text"] for event in received) == " a scripted engine recites this sentence "
+    assert received[-1]["finish_reason"] == "stop"
+    statistics = frontend.statistics()
+    assert statistics["live_requests"] == statistics["aborting_requests"] == 0
+    frontend.end(signal.SIGTERM)
+
+
 def test_a_client_that_disconnects_frees_its_slot(frontend: Frontend) -> None:
     with frontend.client.stream("POST", "/generate", json=LONG) as response:
         stream = events(response)  # (dropping this generator would close the connection already)
@@ -110,6 +121,12 @@ def test_bad_requests(frontend: Frontend) -> None:
         (b"[]", "expected a JSON object"),
         (b'{"prompt": ""}', "expected a JSON object"),
         (b'{"prompt": 5}', "expected a JSON object"),
+        (b'{"messages": "a"}', "expected a JSON object"),
+        (b'{"messages": ["a"]}', "expected text, messages or token ids"),
+        (b'{"messages": [{"role": "usr", "content": "a"}]}', "the role 'usr'"),
+        (b'{"prompt": "a", "stop": [""]}', "stop[0]=''"),
+        (b'{"prompt": "a", "stop": 5}', "stop=5"),
+        (b'{"prompt": "\\ud83c"}', "surrogate"),
         (b'{"prompt": "a", "max_tokens": 0}', "SamplingParams.max_tokens=0"),
         (b'{"prompt": "a", "max_tokens": "b"}', "SamplingParams.max_tokens='b'"),
         (json.dumps({"prompt": "a" * 5000}).encode(), "max_model_len"),  # which the engine refuses

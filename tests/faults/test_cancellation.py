@@ -130,12 +130,13 @@ async def test_one_long_step_does_not_hold_the_loop() -> None:
                 group.start_soon(run, start)
             await until(lambda: client.statistics().live_requests == 1000, 20)
             for _ in range(50):
-                started = time.perf_counter()
+                started = time.thread_time()
                 await anyio.sleep(0)
-                longest = max(longest, time.perf_counter() - started)
+                longest = max(longest, time.thread_time() - started)
             group.cancel_scope.cancel()
-    # The promise is 10 ms, which the benchmark measures; a busy machine gets a wide margin here.
-    assert longest < 1
+    # The promise is 10 ms, which the benchmark measures. Here it is the loop's own work that counts, not what else the
+    # machine does meanwhile, and with a wide margin.
+    assert longest < 0.2
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -74,6 +74,8 @@ def validate_message(frames: Sequence[Any], direction: Direction) -> None:
     """
     if len(frames) < 2:
         raise SchemaViolation(f"a message of {len(frames)} frames")
+    if bytes(frames[0]) == b"\x1f" and direction == "to_engine":
+        frames = _with_passed_buffers(frames)
     rule = RULES[direction].get(bytes(frames[0]))
     if rule is None:
         raise SchemaViolation(f"kind {bytes(frames[0])[:16]!r} is not in the table of {direction}")
@@ -90,6 +92,16 @@ def validate_message(frames: Sequence[Any], direction: Direction) -> None:
     used += _array_buffers(data)
     if sorted(used) != list(range(len(sizes))):
         raise SchemaViolation(f"{rule}: the body uses the buffers {sorted(used)}, but {len(sizes)} came")
+
+
+def _with_passed_buffers(frames: Sequence[Any]) -> Sequence[Any]:
+    """The message behind a lane's list, with buffers of the right size in the place of those that went by the lane."""
+    message = list(frames[2:])
+    for index, _, _, size, _ in validate_record("lane", bytes(frames[1])):
+        if len(message) <= index + 2 or bytes(message[index + 2]):
+            raise SchemaViolation(f"lane: there is no empty frame for buffer {index}")
+        message[index + 2] = bytes(size)
+    return message
 
 
 def _array_buffers(data: Any) -> Iterator[int]:

@@ -268,6 +268,7 @@ bootstraps = st.builds(
     st.binary(max_size=16),
     st.none() | st.builds(CurveKeys, *[st.text("abc", min_size=40, max_size=40)] * 3),
     st.lists(texts, max_size=2),
+    st.none() | u64,
 )
 
 

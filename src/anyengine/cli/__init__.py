@@ -1,7 +1,7 @@
 """The command line: ``anyengine generate MODEL "prompt"``. It needs the extras ``cli`` and ``transformers``.
 
-:mod:`~anyengine.cli.app` reads the arguments, :mod:`~anyengine.cli.generate` runs a request, :mod:`~anyengine.cli.text`
-turns text into tokens and back, :mod:`~anyengine.cli.terminal` is all that a person sees.
+:mod:`~anyengine.cli.app` reads the arguments, :mod:`~anyengine.cli.generate` runs a request,
+:mod:`~anyengine.cli.terminal` is all that a person sees.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from typer.core import TyperCommand
 
 from anyengine.cli import INSTALL
 from anyengine.cli.generate import Job, run
-from anyengine.cli.text import DEFAULT
 from anyengine.errors import KeysError
 from anyengine.keys import ConnectionKeys
 from anyengine.params import SamplingParams
+from anyengine.text.model_files import DEFAULT
+from anyengine.text.stop_strings import check_stop
 
 app: typer.Typer = typer.Typer(
     name="anyengine",
@@ -72,6 +73,10 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Generate at most so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="random")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text; may be given several times.", show_default=False),
+    ] = None,
     backend: Annotated[Backend, typer.Option(help="The async library to run on.")] = Backend.ASYNCIO,
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Ask the prompt as a question, by the model's chat template.")
@@ -93,9 +98,10 @@ def generate(
             temperature=temperature,
             seed=secrets.randbits(31) if seed is None else seed,
         )
+        stops = check_stop(stop or ())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(run(Job(model, prompt, sampling, chat), backend.value))
+    raise typer.Exit(run(Job(model, prompt, sampling, chat, stops), backend.value))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)

@@ -7,12 +7,12 @@ import logging
 import signal
 
 import anyio
-from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from anyengine import EngineClient, EngineError, EngineSpec, SamplingParams, ShutdownPolicy, open_engine_client
 from anyengine.cli.terminal import Figures, LoadingBar, Terminal, TextOutput
-from anyengine.cli.text import DEFAULT, ModelError, ModelText, model_directory
+from anyengine.text import ModelText
+from anyengine.text.model_files import DEFAULT, model_directory
 
 ENGINE = "anyengine.engines.transformers:TransformersEngine"
 
@@ -27,12 +27,21 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate: ``model`` is a directory or ``"default"``, ``chat`` asks by the model's chat template."""
+    """What to generate: ``model`` is a directory or ``"default"``, ``chat`` asks by the model's chat template.
+
+    ``stop`` holds the stop strings.
+    """
 
     model: str
     prompt: str
     sampling: SamplingParams
     chat: bool
+    stop: tuple[str, ...]
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt as a chat."""
+        return [{"role": "user", "content": self.prompt}]
 
 
 def run(job: Job, backend: str) -> int:
@@ -88,7 +97,7 @@ class _Generation:
             await self._generate()
         except BrokenPipeError:
             return BROKEN_PIPE
-        except (EngineError, ModelError, OSError) as error:
+        except (EngineError, OSError) as error:
             self._output.end_line()
             self._terminal.error(error)
             return 1
@@ -97,25 +106,29 @@ class _Generation:
     async def _generate(self) -> None:
         job = self._job
         directory = model_directory(job.model)
-        # Before the engine starts, if the files are there: what is wrong with them is known at once then.
-        text = ModelText(directory, chat=job.chat) if directory.is_dir() else None
+        text: ModelText | None = None
+        if directory.is_dir():
+            # Before the engine starts, if the files are there: what is wrong with them is known at once then.
+            text = await ModelText.load(directory)
+            if job.chat:
+                text.encode_chat(job.messages)
         model = job.model if job.model == DEFAULT else str(directory)
         spec = EngineSpec(ENGINE, {"model": model, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK})
         with LoadingBar(self._terminal) as bar:
             async with open_engine_client(spec, on_progress=bar.update, shutdown=SHUTDOWN) as client:
                 if text is None:
-                    text = await to_thread.run_sync(lambda: ModelText(directory, chat=job.chat))
+                    text = await ModelText.load(directory)
                 bar.close()
                 await self._stream(client, text)
                 self._output.end_line()
                 self._terminal.note(self._figures.describe())
 
     async def _stream(self, client: EngineClient, text: ModelText) -> None:
-        prompt = text.encode(self._job.prompt)
-        decoder = text.decoder(prompt)
+        job = self._job
+        prompt = job.messages if job.chat else job.prompt
         self._figures.send()
-        async with client.open_request(prompt, self._job.sampling) as request:
-            async for output in request:
+        async with text.open_stream(client, prompt, job.sampling, stop=job.stop) as stream:
+            async for output in stream:
                 self._figures.count(len(output.token_ids))
                 self._figures.finish_reason = output.finish_reason
-                await self._output.write(decoder.decode(output.token_ids))
+                await self._output.write(output.text)

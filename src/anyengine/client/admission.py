@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Literal
 
 import anyio
@@ -28,6 +29,7 @@ class Admission:
         self._live = live
         self._queue: deque[_Turn] = deque()
         self._called = 0  # out of the queue, and not back from the wait yet
+        self._held = 0  # let in, and not registered yet
 
     @property
     def waiting(self) -> int:
@@ -35,14 +37,14 @@ class Admission:
         return len(self._queue) + self._called
 
     def _is_full(self) -> bool:
-        return self._limit is not None and self._live() + self._called >= self._limit
+        return self._limit is not None and self._live() + self._called + self._held >= self._limit
 
     @property
     def room(self) -> int:
         """How many more requests may live now, not counting places that others wait for."""
         if self._limit is None:
             return sys.maxsize
-        return 0 if self._queue else max(0, self._limit - self._live() - self._called)
+        return 0 if self._queue else max(0, self._limit - self._live() - self._called - self._held)
 
     def check(self) -> None:
         """:raises TooManyRequestsError: if one more request would be refused now"""
@@ -72,6 +74,18 @@ class Admission:
         self._called -= 1
         if turn.error is not None:
             raise turn.error()
+
+    @contextlib.contextmanager
+    def hold(self) -> Generator[None]:
+        """Keep the place of a request that was let in; from the end of the block it has to be registered at once."""
+        self._held += 1
+        try:
+            yield
+        except BaseException:
+            self._held -= 1
+            self.update()
+            raise
+        self._held -= 1
 
     def update(self) -> None:
         """Let in who waits, as far as there is room."""

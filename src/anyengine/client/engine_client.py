@@ -112,7 +112,9 @@ class EngineClient(EngineUtilities):
         """One request, as an async context manager that iterates over its outputs.
 
         :param prompt_token_ids: the prompt as token ids (u32)
-        :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead
+        :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead. It may
+            be changed once the request is entered; only a tensor in torch's shared memory, of which no copy is made,
+            must stay as it is until the request has ended
         :param priority: a lower number goes first, where the engine schedules by priority
         :param cache_salt: requests share what the prefix cache holds only with those of the same salt
         :param lora: the adapter to use; the engine loads it if it has not
@@ -204,7 +206,7 @@ class EngineClient(EngineUtilities):
         options = check_options(self.info, priority, cache_salt, lora, pooling)
         self._session.check_free(check_request_id(request_id))
         await checkpoint_if_cancelled()
-        await self._session.admit()
+        prompt_embeds = await self._session.admit(prompt_embeds)
         (handle,), trackers = self._session.register(
             self._session.queue,
             None if tokens is None else [tokens],
@@ -261,6 +263,8 @@ class EngineClient(EngineUtilities):
         """Call a method that the engine marks ``@utility``; returns what it returned.
 
         Cancelling the call, or its timeout, does not stop the method in the engine; its late answer is ignored.
+        Arguments may be changed when the call is over. No copy is made of a tensor that torch has in shared memory:
+        what the engine keeps of that changes with it.
 
         :param timeout: seconds to wait for the answer; None waits as long as the engine lives
         :raises UtilityError: if the engine has no such utility, or the utility raised
@@ -295,6 +299,8 @@ class EngineClient(EngineUtilities):
         if method not in self.info.utilities:
             known = ", ".join(self.info.utilities)
             raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
+        args = await session.stage(args)
+        await session.available()
         try:
             return await session.call(method, args)
         except EngineError as error:

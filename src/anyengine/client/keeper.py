@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import anyio
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from anyengine.client.checks import check_count, check_seconds
@@ -178,6 +179,8 @@ class EngineKeeper:
             logger.warning("engine %d is dead, but has not ended; it is not started again", self._session.link.rank)
             return False
         await show_new_output(self._session)
+        if host.lane is not None:
+            await to_thread.run_sync(host.lane.free, limiter=self._session.limiter)
         host.close()
         self._session.link.host = None
         return True

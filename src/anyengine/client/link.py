@@ -12,6 +12,8 @@ from anyengine.client.request_stream import RequestStream
 from anyengine.client.waiters import OutputQueue, PendingCall
 from anyengine.errors import CrashReport, Phase
 from anyengine.process.host import EngineHost
+from anyengine.process.lane import Lane
+from anyengine.protocol.cbor import Frames
 from anyengine.protocol.client_machine import ClientMachine
 from anyengine.protocol.replies import Dead
 from anyengine.types import EngineInfo, Health, HealthState
@@ -55,6 +57,16 @@ class EngineLink:
         self._work_since: float | None = None
         self._silent_since: float | None = None
         self._looked_at = 0.0
+
+    @property
+    def lane(self) -> Lane | None:
+        """The way for large buffers, if this engine has one."""
+        return None if self.host is None else self.host.lane
+
+    def hand_over(self, frames: Frames) -> Frames:
+        """The message to send instead of ``frames``: what can go by the lane has gone."""
+        lane = self.lane
+        return frames if lane is None or len(frames) <= 2 else lane.hand_over(frames)
 
     def extend_start_limit(self) -> None:
         """The engine loads and says so: the limit of silence starts anew."""

@@ -100,7 +100,7 @@ class RequestGroup:
                 self._backlog_grew = anyio.Event()
                 while self._backlog:
                     try:
-                        await self._session.admit()
+                        await self._session.admit(None)
                     except RequestError as error:
                         self._refuse([self._backlog.popleft()], error)
                     else:

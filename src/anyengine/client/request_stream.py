@@ -148,7 +148,7 @@ class RequestStream:
         if self._handle is not None:
             raise EngineClosedError("a request can be sent once; call open_request again")
         await checkpoint_if_cancelled()
-        await self._session.admit()
+        self._embeds = await self._session.admit(self._embeds)
         prompts = None if self._token_ids is None else [self._token_ids]
         (self._handle,), trackers = self._session.register(
             self, prompts, self._embeds, self._sampling, self._options, self.request_id

@@ -163,14 +163,6 @@ def _handshake(session: EngineSession, frames: Sequence[bytes | memoryview]) -> 
         if isinstance(link.host, RemoteEngine):
             link.host.greeted(event.pid)
         link.phase = "load"
-        spec = session.spec
-        session.send(
-            link.machine.init(
-                output_address=session.endpoints.output_address,
-                path=None if spec is None else spec.path,
-                arguments={} if spec is None else spec.arguments,
-            )
-        )
         link.greeted.set()
     elif isinstance(event, ProgressReceived):
         link.extend_start_limit()
@@ -248,6 +240,8 @@ async def keep_pulse(session: EngineSession) -> None:
             pass  # strangers that came and went; what counts is the end of a connection after the engine's death
         session.send(link.machine.ping())
         link.pinged()
+        if link.lane is not None and link.lane.pool.needs_trim:
+            await to_thread.run_sync(link.lane.pool.trim, limiter=session.limiter)
         if link.unreachable_since is not None and time.monotonic() - link.unreachable_since > UNREACHABLE_LIMIT:
             link.fail(f"its socket has been gone for {UNREACHABLE_LIMIT} s, though its process lives")
 

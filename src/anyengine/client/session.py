@@ -16,6 +16,7 @@ from anyengine.client.delivery import Delivery
 from anyengine.client.link import EngineLink
 from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_stream import RequestStream
+from anyengine.client.staging import stage
 from anyengine.client.waiters import ErrorFactory, OutputQueue, PendingCall
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError, RequestError
 from anyengine.params import RequestOptions, SamplingParams
@@ -53,6 +54,7 @@ class EngineSession:
         self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
         # Not the loop's own limiter: what the application does in threads must not keep an engine from being ended.
         self.limiter: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
+        self.staging: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
         self.showing: anyio.Lock = anyio.Lock()
         self.ending: bool = False  # the engine has ended; its last outputs are being read
         self.closing = False
@@ -108,9 +110,15 @@ class EngineSession:
         if report is not None:
             raise self.told(EngineDeadError(report))
 
-    async def admit(self) -> None:
+    async def stage(self, value: Any) -> Any:
+        """``value`` with its large arrays where they can be handed over; without any, without a checkpoint."""
+        lane = self.link.lane
+        return value if lane is None else await stage(value, lane, self.staging)
+
+    async def admit(self, embeds: Any) -> Any:
         """Return when the engine takes one more request, which must then be registered without a checkpoint between.
 
+        :returns: ``embeds``, staged
         :raises TooManyRequestsError: if it does not, and the request is not to wait
         :raises EngineClosedError: if the client is closed, before or meanwhile
         :raises EngineDeadError: if the engine is dead, or stays dead
@@ -123,8 +131,10 @@ class EngineSession:
                 if self.restarted is None or not self.waits_for_restart:
                     raise self.told(error) from None
             else:
+                with self.admission.hold():
+                    embeds = await self.stage(embeds)
                 if self.restarted is None:
-                    return
+                    return embeds
 
     async def available(self) -> None:
         """Return when the engine takes calls: at once, or after a restart that is under way.
@@ -218,7 +228,7 @@ class EngineSession:
         """Send a message to the engine, at once and without waiting; the trackers of large frames."""
         assert self.link.identity is not None
         try:
-            trackers = self.endpoints.router.send([self.link.identity, *frames])
+            trackers = self.endpoints.router.send([self.link.identity, *self.link.hand_over(frames)])
         except zmq.ZMQError as error:
             self._unreachable(error)
             return []
@@ -231,7 +241,7 @@ class EngineSession:
         """Send a message of which ZeroMQ takes copies."""
         assert self.link.identity is not None
         try:
-            self.endpoints.router.send_copied([self.link.identity, *frames])
+            self.endpoints.router.send_copied([self.link.identity, *self.link.hand_over(frames)])
         except zmq.ZMQError as error:
             self._unreachable(error)
 

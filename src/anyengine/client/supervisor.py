@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import anyio
 from anyio import to_thread
@@ -107,8 +107,19 @@ class Supervisor:
         group.start_soon(self._watch, host)
         take_early_hello(self._session)
         await self._await_step(link.greeted, limits.hello, "HELLO", "start_limits.hello")
+        await self._say_init()
         await self._await_step(link.ready, limits.silence, "READY or progress report", "start_limits.silence")
         link.phase = "serve"
+
+    async def _say_init(self) -> None:
+        """Answer HELLO."""
+        session, link = self._session, self._link
+        spec = session.spec
+        arguments: Mapping[str, Any] = {} if spec is None else await session.stage(spec.arguments)
+        if link.machine.state is ClientState.GREETED:  # it may have died meanwhile
+            path = None if spec is None else spec.path
+            address = session.endpoints.output_address
+            session.send(link.machine.init(output_address=address, path=path, arguments=arguments))
 
     async def _launch(self) -> EngineHost:
         endpoints = self._session.endpoints
@@ -276,5 +287,7 @@ class Supervisor:
         await self._ends_within(host, GONE_LIMIT)
         host.reap()
         gone = await to_thread.run_sync(host.is_gone, GONE_LIMIT, limiter=self._session.limiter)
+        if host.lane is not None:
+            await to_thread.run_sync(host.lane.free, limiter=self._session.limiter)
         if not gone:
             logger.warning("processes of engine %d's group outlive SIGKILL", self._link.rank)

@@ -14,6 +14,7 @@ from anyengine import frames
 from anyengine.addresses import seen_from_engine
 from anyengine.engine.core import EngineRequest, engine_request
 from anyengine.engine.failures import describe_failure
+from anyengine.engine.lane import EngineLane
 from anyengine.errors import AddressError, UnencodableError
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.cbor import Buffer
@@ -50,6 +51,7 @@ class ClientConnection:
         self.draining: bool = False
         self.machine: EngineMachine = EngineMachine(rank=bootstrap.rank, token=bootstrap.token)
         self.dealer: zmq.Socket[bytes]
+        self._lane = None if bootstrap.lane is None else EngineLane(bootstrap.lane)
         self._bootstrap = bootstrap
         self._context = context
         self._push: zmq.Socket[bytes] | None = None
@@ -167,7 +169,10 @@ class ClientConnection:
         :raises ProtocolError: if the message is none that may come now
         :raises MessageLostError: if messages before it are missing
         """
-        return self.machine.receive(frames.receive(self.dealer))
+        message: Sequence[bytes | memoryview] = frames.receive(self.dealer)
+        if self._lane is not None:
+            message = self._lane.unwrap(message)
+        return self.machine.receive(message)
 
     def has_lost_client(self) -> bool:
         """Whether the connection that HELLO was said on has ended."""

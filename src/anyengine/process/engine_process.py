@@ -16,6 +16,7 @@ import anyio
 from anyio import to_thread
 
 from anyengine.errors import CrashReport, Phase, ProtocolError
+from anyengine.process.lane import Lane
 from anyengine.process.lifelines import close_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
 from anyengine.protocol import cbor
@@ -40,9 +41,11 @@ class EngineProcess:
         exception: AnonymousFile,
         native: AnonymousFile,
         output: ChildOutput,
+        lane: Lane | None,
     ) -> None:
         self.pid: int = child.pid
         self.output = output
+        self.lane = lane
         self._child = child
         self._lifeline = lifeline
         self._exception = exception
@@ -143,6 +146,8 @@ class EngineProcess:
             return
         self._closed = True
         close_lifeline(self._lifeline)
+        if self.lane is not None:
+            self.lane.close()
         for file in (self._exception, self._native, self.output):
             file.close()
         if self._pidfd is not None:

@@ -24,6 +24,7 @@ class EngineThread:
     """A running thread. Its end closes a pipe, which wakes whoever waits, on any event loop."""
 
     output: None = None
+    lane: None = None
     can_be_killed: bool = False
     sends_at_once: bool = True
 

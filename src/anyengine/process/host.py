@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from anyengine.errors import CrashReport, Phase
+from anyengine.process.lane import Lane
 from anyengine.protocol.bootstrap import Bootstrap
 
 
@@ -27,6 +28,11 @@ class EngineHost(Protocol):
     @property
     def output(self) -> HostOutput | None:
         """What it prints; None if this process prints it anyway."""
+        ...
+
+    @property
+    def lane(self) -> Lane | None:
+        """The way for large buffers; None where they are frames like all others."""
         ...
 
     @property

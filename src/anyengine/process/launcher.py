@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 
 from anyengine.process.engine_process import EngineProcess
+from anyengine.process.lane import Lane, open_lane
 from anyengine.process.lifelines import close_lifeline, open_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
 from anyengine.protocol.bootstrap import Bootstrap
@@ -51,15 +52,20 @@ class ProcessLauncher:
         :raises OSError: if it cannot be started
         """
         import_path = [entry for entry in sys.path if isinstance(entry, str)] if self.python == sys.executable else []
-        record = bootstrap._replace(import_path=import_path).encode()
         # ``kept`` is undone if anything fails, ``passed`` in any case: the child has descriptors of its own then.
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as passed:
             lifeline, parent_end = open_lifeline()
             passed.callback(os.close, lifeline)
             kept.callback(close_lifeline, parent_end)
+            lane: Lane | None = None
+            if sys.platform == "linux" and bootstrap.address.startswith("ipc:"):
+                lane, lane_end = open_lane()
+                kept.callback(lane.close)
+                passed.enter_context(lane_end)
+                bootstrap = bootstrap._replace(lane=lane_end.fileno())
             handover = AnonymousFile("anyengine-bootstrap")
             passed.callback(handover.close)
-            os.write(handover.open_for_append(passed), record)
+            os.write(handover.open_for_append(passed), bootstrap._replace(import_path=import_path).encode())
             exception, native = AnonymousFile("anyengine-exception"), AnonymousFile("anyengine-native")
             output = ChildOutput()
             for file in (exception, native, output):
@@ -74,13 +80,13 @@ class ProcessLauncher:
                 stdout=printed,
                 stderr=printed,
                 env={**os.environ, **self.environment},
-                pass_fds=inherited,
+                pass_fds=inherited if bootstrap.lane is None else (*inherited, bootstrap.lane),
                 # A session and group of its own: Ctrl-C in the terminal reaches the parent alone, which decides what
                 # happens in which order, and all that the engine starts can be ended together.
                 start_new_session=True,
             )
             kept.callback(child.wait)
             kept.callback(child.kill)
-            process = EngineProcess(child, parent_end, exception, native, output)
+            process = EngineProcess(child, parent_end, exception, native, output, lane)
             kept.pop_all()
         return process

@@ -16,6 +16,7 @@ class RemoteEngine:
     """Ends when its connection does, or with its goodbye. Nothing here can end it, or tell how its process ended."""
 
     output: None = None
+    lane: None = None
     can_be_killed: bool = False
     sends_at_once: bool = False
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
-from anyengine.protocol.checks import expect_array, expect_type, expect_u16
+from anyengine.protocol.checks import expect_array, expect_type, expect_u16, expect_u64
 
 
 class CurveKeys(NamedTuple):
@@ -24,6 +24,7 @@ class Bootstrap(NamedTuple):
     """How the engine's process reaches its client. ``token`` proves in HELLO that it got this record.
 
     ``import_path`` is added to the child's ``sys.path``, so that engines can live beside the application's code.
+    ``lane`` is an inherited descriptor, the end of a socket pair through which shared memory comes; None without one.
     """
 
     address: str
@@ -31,11 +32,12 @@ class Bootstrap(NamedTuple):
     token: bytes
     keys: CurveKeys | None
     import_path: list[str]
+    lane: int | None = None
 
     def encode(self) -> bytes:
         """The record as bytes."""
         keys = None if self.keys is None else list(self.keys)
-        return cbor.encode_plain([self.address, self.rank, self.token, keys, self.import_path])
+        return cbor.encode_plain([self.address, self.rank, self.token, keys, self.import_path, self.lane])
 
     @classmethod
     def decode(cls, body: bytes) -> Bootstrap:
@@ -43,7 +45,8 @@ class Bootstrap(NamedTuple):
 
         :raises ProtocolError: if it is not such a record
         """
-        address, rank, token, keys, import_path = expect_array("the bootstrap record", cbor.decode_plain(body), 5)
+        fields = expect_array("the bootstrap record", cbor.decode_plain(body), 6)
+        address, rank, token, keys, import_path, lane = fields
         expect_type("bootstrap address", address, str)
         expect_u16("bootstrap rank", rank)
         expect_type("bootstrap token", token, bytes)
@@ -56,4 +59,6 @@ class Bootstrap(NamedTuple):
         expect_type("bootstrap import path", import_path, list)
         if not all(type(entry) is str for entry in import_path):
             raise ProtocolError("the bootstrap import path holds something that is not a string")
-        return cls(address, rank, token, keys, import_path)
+        if lane is not None:
+            expect_u64("bootstrap lane", lane)
+        return cls(address, rank, token, keys, import_path, lane)

@@ -232,7 +232,12 @@ class EngineMachine:
         try:
             message = decode_from_client(frames)
         except ProtocolError as error:
-            return self._salvage(frames, error)
+            # Raised from here: an error that a frame of its own traceback holds would keep the message until it is
+            # collected, and large buffers with it.
+            event = self._salvage(frames, str(error))
+            if event is None:
+                raise
+            return event
         if isinstance(message, Add):
             self._count(EngineInput.REQUEST)
             if not self.live.isdisjoint(message.handles):
@@ -278,16 +283,16 @@ class EngineMachine:
         self._session = message.session
         return InitReceived(message.output_address, message.path, message.arguments)
 
-    def _salvage(self, frames: Sequence[bytes | memoryview], error: ProtocolError) -> Event:
-        """Fail the one request or call that is malformed, where it can be told; otherwise the message is refused."""
+    def _salvage(self, frames: Sequence[bytes | memoryview], problem: str) -> Event | None:
+        """Fail the one request or call that is malformed, where it can be told; None if it cannot."""
         kind = bytes(frames[0]) if len(frames) >= 2 else b""
         if kind == Add.KIND:
             handles = salvage_handles(bytes(frames[1]))
             if handles is not None and self.live.isdisjoint(handles):
                 self._count(EngineInput.REQUEST)
                 self.live.update(handles)
-                return RequestMalformed(handles, str(error))
+                return RequestMalformed(handles, problem)
         elif kind == Utility.KIND and (call_id := salvage(bytes(frames[1]), 0)) is not None:
             self._count(EngineInput.REQUEST)
-            return CallMalformed(call_id, str(error))
-        raise error
+            return CallMalformed(call_id, problem)
+        return None

@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar
 import anyio
 
 from anyengine.errors import EngineClosedError
-from anyengine.sync_client.portal_call import Latch, PortalCall, PortalWait
+from anyengine.sync_client.portal_call import Latch, Listener, PortalCall, PortalWait
 
 Backend = Literal["asyncio", "trio"]
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Portal(Generic[T]):
         self._interrupted = False
         self._accepting = True
         self._lock = threading.Lock()
-        self._calls: set[PortalCall[Any] | PortalWait] = set()
+        self._calls: set[PortalCall[Any] | Listener] = set()
         self._opened = Latch()
         self._ended = Latch()
         self._run_soon: Callable[[Callable[[], object]], object] = _no_loop_yet
@@ -144,6 +144,15 @@ class Portal(Generic[T]):
             self._calls.discard(wait)
         wait.check()
 
+    def subscribe(self, listener: Listener, earlier: Listener | None) -> None:
+        """Have the loop bring something from now on, in place of what ``earlier`` brought.
+
+        :raises RuntimeError: if called in the loop's own thread
+        """
+        if earlier is not None:
+            self._calls.discard(earlier)
+        self._submit(listener)
+
     def finish(self, function: Callable[[], Awaitable[R]]) -> R:
         """Run an async function that must happen and takes a moment only.
 
@@ -197,7 +206,7 @@ class Portal(Generic[T]):
                 "make it in another thread than that of on_progress, a finalizer or a logging handler"
             )
 
-    def _submit(self, call: PortalCall[Any] | PortalWait) -> None:
+    def _submit(self, call: PortalCall[Any] | Listener) -> None:
         self._check_thread()
         # A call is in the table before the loop ends, and is ended with it, or it comes after that and is told.
         with self._lock:
@@ -263,14 +272,14 @@ class Portal(Generic[T]):
     def _cancel(self) -> None:
         self._scope.cancel()
 
-    def _start(self, call: PortalCall[Any] | PortalWait) -> None:
+    def _start(self, call: PortalCall[Any] | Listener) -> None:
         if call.started:
             return
         call.started = True
         if not self._accepting:
             self._calls.discard(call)
             call.close()
-        elif isinstance(call, PortalWait):
+        elif isinstance(call, Listener):
             call.begin()
         else:
             self._group.start_soon(self._run, call)

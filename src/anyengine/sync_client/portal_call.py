@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable
@@ -120,20 +121,33 @@ class PortalCall(Generic[T]):
         self.gone.set()
 
 
-class PortalWait:
-    """A caller's wait for something that the loop's own code brings, for which no task has to run.
+class Listener(abc.ABC):
+    """Something that the loop's own code brings to another thread, for which no task has to run."""
+
+    def __init__(self) -> None:
+        self.started: bool = False
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Listen; called once, in the loop's thread."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """The loop has ended, or will not begin with this: nothing comes any more."""
+
+
+class PortalWait(Listener):
+    """A caller's wait for something that the loop's own code brings.
 
     ``listen`` is called in the loop's thread with this object, and has :meth:`finish` or :meth:`fail` called there, now
     or later; it returns what takes that back, for a caller that was interrupted.
     """
 
-    __slots__ = ("_error", "_listen", "_stop", "done", "gone", "started")
-
     def __init__(self, listen: Callable[[PortalWait], Callable[[], object]]) -> None:
+        super().__init__()
         self._listen = listen
         self._stop: Callable[[], object] | None = None
         self._error: BaseException | None = None
-        self.started: bool = False
         self.done: Latch = Latch()
         self.gone: Latch = Latch()
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -25,10 +26,9 @@ from anyengine.client.waiters import without_rows
 from anyengine.errors import EngineClosedError
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
-from anyengine.sync_client.handover import Handover, StepsArrival
+from anyengine.sync_client.handover import StepHandover, StepSubscription
 from anyengine.sync_client.many import OneRequest, generate_many
 from anyengine.sync_client.portal import Portal
-from anyengine.sync_client.portal_call import PortalWait
 from anyengine.sync_client.sync_request_stream import SyncRequestStream
 from anyengine.types import ClientStatistics, Completion, EngineInfo, Health
 from anyengine.utilities import BlockingEngineUtilities
@@ -52,7 +52,9 @@ class SyncEngineClient(BlockingEngineUtilities):
         self._portal = portal
         self._client = client
         self._session = session_of(client)
-        self._steps: Handover[StepOutputs] = Handover()
+        self._steps: StepHandover = StepHandover()
+        self._subscription: StepSubscription | None = None
+        self._subscribing = threading.Lock()
 
     # ---- looking ----
 
@@ -284,16 +286,18 @@ class SyncEngineClient(BlockingEngineUtilities):
         self._portal.check_open()
         while (step := self._steps.take()) is None:
             if self._session.restarted is None:
-                self._portal.wait(self._listen_for_steps)
+                self._subscribe()
+                self._steps.wait()
             else:
                 self._portal.call(self._fetch_steps)
         return step
 
-    def _listen_for_steps(self, wait: PortalWait) -> Callable[[], object]:
-        queue, arrival = self._session.queue, StepsArrival(self._session, self._steps, wait)
-        if not queue.listen(arrival.notice):
-            arrival.wake()
-        return queue.stop_listening
+    def _subscribe(self) -> None:
+        with self._subscribing:
+            earlier = self._subscription
+            if earlier is None or earlier.is_over:
+                self._subscription = StepSubscription(self._session, self._steps)
+                self._portal.subscribe(self._subscription, earlier)
 
     async def _fetch_steps(self) -> None:
         step = await self._client.get_output()

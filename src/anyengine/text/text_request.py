@@ -1,0 +1,133 @@
+"""One request in text: what the awaiting stream and the blocking one have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+
+from anyengine.errors import RequestError
+from anyengine.params import LoRARequest, SamplingParams
+from anyengine.text.assembler import TextAssembler
+from anyengine.text.stop_strings import check_stop
+
+if TYPE_CHECKING:
+    from anyengine.text.model_text import ModelText
+
+Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""Text to go on from, the messages of a chat to answer, or token ids to go on from."""
+
+
+class TextOptions(TypedDict, total=False):
+    """How a prompt becomes tokens and tokens become text, and what goes to the client; every field has a default.
+
+    ``stop``: a string or several; the one that is complete first ends the text, once ``min_tokens`` have come.
+    ``include_stop_str_in_output``: whether it belongs to the text, as then does the text of a stop token; False.
+    ``skip_special_tokens``: whether special tokens are no text; True.
+    ``chat_options``: for messages, keyword arguments of :meth:`ModelText.encode_chat`, as ``{"tools": [...]}``.
+    The others are explained at :meth:`EngineClient.open_request`.
+    """
+
+    stop: str | Sequence[str]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    chat_options: Mapping[str, Any]
+    priority: int
+    cache_salt: str | None
+    lora: LoRARequest | None
+    request_id: str | None
+    stall_limit: float | None
+
+
+class TextRequest:
+    """A prompt and how it is to be answered.
+
+    :raises TypeError: if an option has the wrong type, or the prompt is of none of the three kinds
+    :raises RequestError: if a stop string is empty
+    """
+
+    def __init__(
+        self,
+        text: ModelText,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        stop: str | Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        chat_options: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
+        request_id: str | None = None,
+        stall_limit: float | None = None,
+    ) -> None:
+        first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) else None
+        if (
+            isinstance(prompt, bytes | Mapping)
+            or not isinstance(prompt, Iterable)
+            or (isinstance(first, str) and not isinstance(prompt, str))
+        ):
+            raise TypeError(f"prompt={prompt!r:.80} ({type(prompt).__name__}): expected text, messages or token ids")
+        self.sampling = sampling
+        self.request_id = request_id
+        self.client_options: dict[str, Any] = {
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "lora": lora,
+            "request_id": request_id,
+            "stall_limit": stall_limit,
+        }
+        self._text = text
+        self._prompt = prompt
+        self._is_chat = isinstance(first, Mapping)
+        self._stop = check_stop(stop)
+        self._include_stop = include_stop_str_in_output
+        self._skip_special_tokens = skip_special_tokens
+        self._chat_options = chat_options or {}
+        if self._chat_options and not self._is_chat:
+            raise TypeError("chat_options are for a prompt of messages")
+
+    @property
+    def stops_at_strings(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._stop)
+
+    def characters(self) -> int:
+        """How much there is to encode."""
+        return _characters(self._prompt) + _characters(self._chat_options) if self._is_text else 0
+
+    @property
+    def _is_text(self) -> bool:
+        return self._is_chat or isinstance(self._prompt, str)
+
+    def encode(self) -> list[int]:
+        """The tokens of the prompt; errors as :meth:`ModelText.encode` and :meth:`ModelText.encode_chat`."""
+        if self._is_chat:
+            return self._text.encode_chat(cast("Sequence[Mapping[str, Any]]", self._prompt), **self._chat_options)
+        if not isinstance(self._prompt, str):
+            tolist = getattr(self._prompt, "tolist", None)
+            return cast("list[int]", tolist() if callable(tolist) else list(self._prompt))
+        token_ids = self._text.encode(self._prompt)
+        if not token_ids:
+            raise RequestError(f"prompt={self._prompt!r}: expected text that has at least one token")
+        return token_ids
+
+    def assembler(self, prompt_token_ids: Sequence[int]) -> TextAssembler:
+        """What makes text of this request's outputs. An answer in a chat is a text of its own, all else goes on."""
+        context = () if self._is_chat else prompt_token_ids
+        return TextAssembler(
+            self._text.detokenizer(context, skip_special_tokens=self._skip_special_tokens),
+            self._stop,
+            include_stop=self._include_stop,
+            min_tokens=self.sampling.min_tokens,
+        )
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, cast("Mapping[Any, Any]", value).values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, cast("Sequence[Any]", value)))
+    return 0

@@ -1,0 +1,239 @@
+"""A model's files, and prompts and chats to tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.text import kinds
+from tokenizers import Tokenizer
+
+from anyengine.errors import EngineError, ModelError, RequestError
+from anyengine.text import ModelText
+from anyengine.text.chat_template import ChatTemplate
+from anyengine.text.model_files import model_directory
+
+MESSAGES = [{"role": "user", "content": "Hi <there>"}]
+TEMPLATE = "<{{ messages[0].content }}>{{ bos_token }}"
+
+
+def directory_with(
+    tmp_path: Path, config: dict[str, object] | None = None, tokenizer: Tokenizer | None = None, **templates: str
+) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tokenizer or kinds.byte_level()).save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, template in templates.items():
+        path = tmp_path / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(template)
+    return tmp_path
+
+
+def chat(text: ModelText, messages: Any = MESSAGES, **options: Any) -> str:
+    return text.decode(text.encode_chat(messages, **options))
+
+
+# ---- the files ----
+
+
+@pytest.mark.parametrize(
+    ("config", "templates", "expected"),
+    [
+        (None, {"default": TEMPLATE}, "<Hi <there>>"),
+        ({"chat_template": TEMPLATE, "bos_token": "B"}, {}, "<Hi <there>>B"),
+        ({"chat_template": "old", "bos_token": "B"}, {"default": TEMPLATE}, "<Hi <there>>B"),
+        (
+            {
+                "chat_template": [
+                    {"name": "tool_use", "template": "wrong"},
+                    {"name": "default", "template": TEMPLATE},
+                ],
+                "bos_token": {"content": "B", "special": True},
+            },
+            {},
+            "<Hi <there>>B",
+        ),
+    ],
+)
+def test_where_a_chat_template_is_found(
+    tmp_path: Path, config: dict[str, object] | None, templates: dict[str, str], expected: str
+) -> None:
+    assert chat(ModelText.load_sync(directory_with(tmp_path, config, **templates))) == expected
+
+
+def test_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    tool_use = "{{ tools | tojson }}"
+    text = ModelText.load_sync(directory_with(tmp_path, default="{{ tools is none }}", tool_use=tool_use))
+    assert chat(text) == "True"
+    assert chat(text, tools=[{"name": "ü"}]) == '[{"name": "ü"}]'
+    alone = ModelText(kinds.gemma(), chat_templates={"default": "{{ tools | length }}"})
+    assert chat(alone, tools=[{"name": "f"}]) == "1"
+
+
+@pytest.mark.anyio
+async def test_loading_off_the_loop(tmp_path: Path) -> None:
+    text = await ModelText.load(directory_with(tmp_path))
+    assert text.decode(text.encode("hello wörld")) == "hello wörld"
+    with pytest.raises(ModelError, match="there is no such directory"):
+        await ModelText.load(tmp_path / "absent")
+
+
+def test_directories_that_are_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text("{}")
+    (tmp_path / "broken").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "broken" / name).write_text("{")
+    for name, message in (
+        ("absent", "there is no such directory"),
+        ("file", "it is not a directory"),
+        ("half", "it has no tokenizer.json"),
+        ("broken", "tokenizer.json cannot be read"),
+        ("x" * 5000, "there is no such directory"),
+    ):
+        with pytest.raises(ModelError, match=message) as raised:
+            ModelText.load_sync(tmp_path / name)
+        assert isinstance(raised.value, EngineError)
+    monkeypatch.setenv("ANYENGINE_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="an engine converts it when it first loads it"):
+        ModelText.load_sync("default")
+    assert model_directory("default").parent == tmp_path
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    directory_with(tmp_path)
+    (tmp_path / name).write_bytes(b"{\xff")
+    with pytest.raises(ModelError, match=f"{name} cannot be read"):
+        ModelText.load_sync(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
+        ModelText.load_sync(tmp_path)
+
+
+def test_what_a_tokenizer_learnt_in_training_cuts_no_prompt(tmp_path: Path) -> None:
+    tokenizer = kinds.byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    text = ModelText.load_sync(directory_with(tmp_path, tokenizer=tokenizer))
+    assert len(text.encode("abcdefgh")) == 8
+    assert len(text.encode("ab")) == 2
+
+
+# ---- prompts ----
+
+
+@pytest.mark.engines
+def test_a_prompt_has_the_tokens_that_transformers_gives_it(smol: ModelText, model_directory: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoTokenizer.from_pretrained(model_directory)
+    text = "The sea — 海 🌊\n\n    is, <|im_end|> well, wide."
+    assert smol.encode(text) == reference(text).input_ids
+    messages = [
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "A sea."},
+        {"role": "user", "content": "Tell me more."},
+    ]
+    for generation in (True, False):
+        for conversation in (messages, [{"role": "system", "content": "Be brief."}, *messages]):
+            expected = reference.apply_chat_template(
+                conversation, add_generation_prompt=generation, tokenize=True, return_dict=False
+            )
+            assert smol.encode_chat(conversation, add_generation_prompt=generation) == expected
+
+
+def test_special_tokens_are_added_to_a_prompt_but_not_to_a_chat() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = kinds.byte_level()
+    begin = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    text = ModelText(tokenizer, chat_templates={"default": "{{ messages[0].content }}"})
+    assert text.encode("")[0] == text.encode("a")[0] == begin
+    assert begin not in text.encode("a", add_special_tokens=False)
+    assert begin not in text.encode_chat(MESSAGES)
+
+
+def test_text_that_cannot_be_encoded() -> None:
+    text = ModelText(kinds.byte_level(), chat_templates={"default": TEMPLATE})
+    with pytest.raises(RequestError, match=r"half of a surrogate pair \('\\ud83c'\) at 2"):
+        text.encode("ab\ud83c")
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
+        text.encode_chat([{"role": "user", "content": "\ud83c"}])
+    with pytest.raises(TypeError, match=r"text=5 \(int\): expected a string"):
+        text.encode(5)  # pyright: ignore[reportArgumentType]
+
+
+# ---- chats ----
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "message"),
+    [
+        ("Hi", TypeError, r"messages='Hi' \(str\): expected a list of messages"),
+        (5, TypeError, "expected a list of messages"),
+        ([], RequestError, "expected at least one message"),
+        (["Hi"], TypeError, r"messages\[0\]='Hi' \(str\): expected a mapping with role and content"),
+        ([*MESSAGES, {"content": "Hi"}], RequestError, r"messages\[1\] has the role None: expected a string"),
+        ([{"role": "usr", "content": ""}], RequestError, r"messages\[0\] has the role 'usr': expected one of system, "),
+    ],
+)
+def test_messages_that_are_none(messages: Any, error: type[Exception], message: str) -> None:
+    text = ModelText(kinds.byte_level(), chat_templates={"default": TEMPLATE})
+    with pytest.raises(error, match=message):
+        text.encode_chat(messages)
+
+
+def test_a_role_of_the_models_own_is_named_in_its_template() -> None:
+    template = "{% if messages[0].role == 'narrator' %}{{ messages[0].content }}{% endif %}"
+    text = ModelText(kinds.byte_level(), chat_templates={"default": template})
+    assert chat(text, [{"role": "narrator", "content": "Once"}]) == "Once"
+
+
+def test_without_a_chat_template() -> None:
+    with pytest.raises(ModelError, match=r"has no chat template .* takes text and no messages"):
+        ModelText(kinds.byte_level()).encode_chat(MESSAGES)
+
+
+def test_templates_are_rendered_as_transformers_renders_them() -> None:
+    template = """
+{%- for message in messages %}
+    {%- if loop.index > 5 %}{% break %}{% endif %}
+    {% generation %}{{ message | tojson }}{% endgeneration %}
+{%- endfor %}
+{% if add_generation_prompt %}
+{{ bos_token + strftime_now('%Y')[:2] }}
+{% endif %}
+"""
+    shown = ChatTemplate(template, {"bos_token": "B"}).render(MESSAGES, {"add_generation_prompt": True})
+    assert shown == '{"role": "user", "content": "Hi <there>"}B20\n'
+
+
+def test_variables_reach_the_template() -> None:
+    template = "{{ enable_thinking }} {{ add_generation_prompt }} {{ bos_token }} {{ documents is none }}"
+    text = ModelText(kinds.byte_level(), chat_templates={"default": template}, template_variables={"bos_token": "B"})
+    assert chat(text, enable_thinking=False, add_generation_prompt=False) == "False False B True"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('only assistants may speak') }}", "refuses this conversation: only assistants may speak"),
+        ("{{ messages[0].content + 1 }}", "refuses this conversation"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_a_template_that_refuses_or_attacks(template: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        ChatTemplate(template, {}).render(MESSAGES, {})
+
+
+def test_a_malformed_template() -> None:
+    with pytest.raises(ModelError, match="chat template is malformed"):
+        ModelText(kinds.byte_level(), chat_templates={"default": "{% if %}"}).encode_chat(MESSAGES)
