@@ -45,7 +45,7 @@ async def main(model: str) -> None:
         text = await ModelText.load(model)  # when the engine is ready: its first start makes the default model
         async with anyio.create_task_group() as group:
             for name, shape in SHAPES.items():
-                group.start_soon(ask, client, text: ModelText, name, shape)
+                group.start_soon(ask, client, text, name, shape)
 
 
 if __name__ == "__main__":

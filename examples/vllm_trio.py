@@ -38,7 +38,7 @@ async def main(model: str) -> None:
         text = await ModelText.load(model)  # when the engine is ready: its first start makes the default model
         async with trio.open_nursery() as nursery:
             for number, subject in enumerate(SUBJECTS, start=1):
-                nursery.start_soon(ask, client, text: ModelText, subject, number)
+                nursery.start_soon(ask, client, text, subject, number)
         print(client.statistics().engine)
 
 
