@@ -1,0 +1,282 @@
+"""All that this adapter knows of vLLM's insides: how its EngineCore is built, fed, stepped and taken down."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from anyengine.engine.core import EngineRequest
+from anyengine.engines.vllm.installed import find, import_vllm
+from anyengine.engines.vllm.leftovers import scratch_directory, start_resource_tracker
+from anyengine.engines.vllm.loading import LoadProgress, with_stages
+from anyengine.engines.vllm.parameters import embeddings, lora_request, pooling_params, sampling_params
+from anyengine.errors import RequestError
+from anyengine.params import SamplingParams
+from anyengine.types import EngineInfo
+
+
+class VllmCore:
+    """vLLM's EngineCore with its scheduler and executor, and the checks that vLLM does in its client.
+
+    Requests go in as vLLM's client would send them; what comes out of a step is vLLM's ``EngineCoreOutput``. All
+    methods are for one thread.
+
+    :param on_failure: called, from any thread, when the executor has failed for good
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], progress: LoadProgress, on_failure: Callable[[], None]) -> None:
+        progress.stage("importing vllm")
+        self._version = import_vllm()
+        progress.stage("reading configuration")
+        engine_args = find("vllm.engine.arg_utils:EngineArgs")(**arguments)
+        usage = find("vllm.usage.usage_lib:UsageContext").ENGINE_CONTEXT
+        self.config: Any = engine_args.create_engine_config(usage)
+        # Configurations that come with a model's own code are to reach worker processes.
+        find("vllm.transformers_utils.config:maybe_register_config_serialize_by_value")()
+        progress.stage("loading tokenizer")
+        self._processor: Any = find("vllm.v1.engine.input_processor:InputProcessor")(self.config)
+        executor_class = with_stages(find("vllm.v1.executor:Executor").get_class(self.config), progress)
+        if self.config.parallel_config.distributed_executor_backend != "uni":
+            start_resource_tracker()
+        with scratch_directory() as directory, _files_in(directory):
+            self.core: Any = find("vllm.v1.engine.core:EngineCore")(
+                self.config,
+                executor_class,
+                log_stats=not engine_args.disable_log_stats,
+                executor_fail_callback=on_failure,
+            )
+        self._tasks: Sequence[str] = tuple(self.core.get_supported_tasks())
+        self._prefix_queries: int = 0
+        self._prefix_hits: int = 0
+
+    @property
+    def executor(self) -> Any:
+        """What runs the model; its ``collective_rpc`` reaches all workers."""
+        return self.core.model_executor
+
+    @property
+    def workers(self) -> Sequence[Any]:
+        """The worker processes, if there are any."""
+        return [worker.proc for worker in getattr(self.executor, "workers", None) or () if hasattr(worker, "proc")]
+
+    @property
+    def executor_failed(self) -> bool:
+        """Whether vLLM has given the executor up."""
+        return getattr(self.executor, "is_failed", False)
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether it was built to; vLLM refuses that on platforms that cannot."""
+        return bool(self._model.enable_sleep_mode)
+
+    @property
+    def can_profile(self) -> bool:
+        """Whether a profiler was configured."""
+        return getattr(self.config.profiler_config, "profiler", None) is not None
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether LoRA is enabled."""
+        return self.config.lora_config is not None
+
+    def describe(self) -> EngineInfo:
+        """What vLLM's own handshake says."""
+        model, cache, parallel = self._model, self.config.cache_config, self.config.parallel_config
+        return EngineInfo(
+            engine="vllm",
+            version=self._version,
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            num_gpu_blocks=cache.num_gpu_blocks or None,
+            block_size=cache.block_size,
+            kv_cache_size_tokens=getattr(cache, "kv_cache_size_tokens", None),
+            kv_cache_max_concurrency=getattr(cache, "kv_cache_max_concurrency", None),
+            world_size=parallel.world_size,
+            data_parallel_size=parallel.data_parallel_size,
+            supported_tasks=self._tasks,
+            sampling_parameters=(
+                [field.name for field in dataclasses.fields(SamplingParams)] if "generate" in self._tasks else ()
+            ),
+            request_options=self._request_options(),
+            prompt_embeds=model.enable_prompt_embeds,
+        )
+
+    def _request_options(self) -> Sequence[str]:
+        options = ["cache_salt"]
+        if self.config.scheduler_config.policy == "priority":
+            options.append("priority")  # another scheduler would take it and look away
+        if self.has_lora:
+            options.append("lora")
+        return options
+
+    # ---- requests ----
+
+    def add(self, request: EngineRequest) -> None:
+        """Check a request as vLLM's client does, and queue it.
+
+        :raises RequestError: if it asks for something that this model or engine cannot do
+        """
+        if request.sampling.seed is not None and not self._seeds_are_safe:
+            raise RequestError(
+                "SamplingParams.seed: on this device vLLM cannot take back a random number that it drew for a part of "
+                "a prompt, and would end with all requests; start the engine with enable_chunked_prefill=False"
+            )
+        try:
+            prepared = self._processor.process_inputs(
+                str(request.handle),
+                self._prompt(request),
+                sampling_params(request.sampling) if request.pooling is None else pooling_params(request.pooling),
+                self._tasks,
+                arrival_time=time.time(),
+                lora_request=None if request.lora is None else lora_request(request.lora),
+                priority=request.priority,
+            )
+        except (ValueError, TypeError, NotImplementedError, find("vllm.exceptions:VLLMClientError")) as error:
+            raise RequestError(str(error)) from error
+        self.core.add_request(*self.core.preprocess_add_request(prepared))
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """Drop requests; nothing comes of them any more."""
+        self.core.abort_requests([str(handle) for handle in handles])
+
+    def _prompt(self, request: EngineRequest) -> dict[str, Any]:
+        salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
+        if request.prompt_embeds is not None:
+            return {"type": "embeds", "prompt_embeds": embeddings(request.prompt_embeds, self._model), **salt}
+        tokens = list(request.prompt_token_ids or ())
+        # Without a tokenizer vLLM does not look, and a token that the model does not have ends the engine.
+        if tokens and max(tokens) >= (size := self._model.get_vocab_size()):
+            raise RequestError(f"the prompt holds token {max(tokens)}: the model has {size} tokens")
+        return {"type": "token", "prompt_token_ids": tokens, **salt}
+
+    @functools.cached_property
+    def _seeds_are_safe(self) -> bool:
+        # For a part of a prompt that is not the last, vLLM samples a token, drops it and rewinds the request's
+        # generator, which the generator of a CPU refuses.
+        if not self.config.scheduler_config.enable_chunked_prefill:
+            return True
+        generator = find("torch:Generator")(device=self.config.device_config.device_type)
+        try:
+            generator.get_offset()
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def _model(self) -> Any:
+        return self.config.model_config
+
+    # ---- steps ----
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether batches are under way whose results have not been taken."""
+        return bool(self.core.batch_queue)
+
+    def has_work(self) -> bool:
+        """Whether there is anything to schedule, to tell the workers, or to take from them."""
+        return bool(self.core.batch_queue) or self.core.scheduler.has_requests()
+
+    def step(self) -> Sequence[Any]:
+        """Do what vLLM's own loop does in a turn; a row for each request of which there is anything to say."""
+        by_client: Mapping[int, Any] | None
+        by_client, executed = self.core.step_fn()
+        self.core.post_step(executed)
+        if not executed and self.core.scheduler.has_requests():
+            time.sleep(0.001)  # what is waited for (a grammar, a transfer) needs the GIL
+        if not by_client:
+            return ()
+        outputs = by_client[0]
+        stats = outputs.scheduler_stats
+        if stats is not None and stats.prefix_cache_stats is not None:
+            self._prefix_queries += stats.prefix_cache_stats.queries
+            self._prefix_hits += stats.prefix_cache_stats.hits
+        return outputs.outputs
+
+    def drain(self) -> Sequence[Any]:
+        """Take the results of the batches that are under way, and begin no other; rows as from :meth:`step`."""
+        state = find("vllm.v1.core.sched.interface:PauseState")
+        rows: list[Any] = []
+        self.core.scheduler.set_pause_state(state.PAUSED_ALL)
+        try:
+            while self.has_batches:
+                rows += self.step()
+        finally:
+            self.core.scheduler.set_pause_state(state.UNPAUSED)
+        return rows
+
+    def statistics(self) -> Mapping[str, float]:
+        """Requests that run and wait, how much of the KV cache is taken, and tokens looked for and found in it."""
+        scheduler = self.core.scheduler
+        running: int
+        waiting: int
+        running, waiting = scheduler.get_request_counts()
+        return {
+            "running": running,
+            "waiting": waiting,
+            "kv_cache_usage": scheduler.get_kv_cache_usage(),
+            "prefix_cache_queries": self._prefix_queries,
+            "prefix_cache_hits": self._prefix_hits,
+        }
+
+    # ---- memory ----
+
+    def sleep(self, level: int) -> None:
+        """Drop what the KV cache holds, and give memory back. Requests that run begin anew."""
+        self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.core.reset_mm_cache()
+        self.core.reset_encoder_cache()
+        self.executor.sleep(level)
+
+    def wake_up(self, tags: Sequence[str], reload_weights: bool) -> None:
+        """Take memory again; weights that were dropped are read from the checkpoint."""
+        self.executor.wake_up(list(tags))
+        if reload_weights:
+            self.executor.collective_rpc("reload_weights")
+
+    def shutdown(self) -> None:
+        """End the workers and free what they hold."""
+        self._processor.renderer.shutdown()
+        if self.workers:
+            # When they have let go of what outlives them, there is nothing left to do for them. vLLM would wait for
+            # Python to take each process apart, which takes seconds with torch in it.
+            self.core.collective_rpc("shutdown")
+            for worker in self.workers:
+                worker.kill()
+        self.core.shutdown()
+
+
+@contextmanager
+def _files_in(directory: Path) -> Generator[None]:
+    """Have vLLM make its files for sockets and for the rendezvous of workers in ``directory``.
+
+    They are only needed until all workers have found each other, but vLLM leaves them in the directory of temporary
+    files: the sockets always, the other when it is killed. On the CPU its workers also share memory under the name of
+    their rendezvous, which stays when one of them is killed; all of them have it by the end of the block.
+    """
+    network: Any = importlib.import_module("vllm.utils.network_utils")
+    base, files = os.environ.get("VLLM_RPC_BASE_PATH"), getattr(network, "tempfile", None)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    if files is not None:  # before 0.28 the workers met at a port
+        network.tempfile = SimpleNamespace(gettempdir=lambda: str(directory))
+    try:
+        yield
+    finally:
+        for rendezvous in directory.glob("vllm_dist_*"):
+            for segment in Path("/dev/shm").glob(f"{rendezvous.name}*"):  # noqa: S108 - where shm_open has its names
+                segment.unlink(missing_ok=True)
+        if files is not None:
+            network.tempfile = files
+        if base is None:
+            del os.environ["VLLM_RPC_BASE_PATH"]
+        else:
+            os.environ["VLLM_RPC_BASE_PATH"] = base

@@ -1,0 +1,292 @@
+"""The parts of the adapter for vLLM that need no vLLM; ``tests/vllm`` has the rest, in an environment of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.helpers import is_running, until_sync
+
+from anyengine.engines.vllm import VllmEngine, installed
+from anyengine.engines.vllm.loading import LoadProgress, with_stages
+from anyengine.engines.vllm.outputs import step_outputs
+from anyengine.engines.vllm.workers import WorkerDiedError, WorkerWatch
+
+
+def row(handle: int, *tokens: int, **more: Any) -> Any:
+    """A row as vLLM has it."""
+    fields = dict.fromkeys(
+        (
+            "finish_reason", "stop_reason", "new_logprobs", "new_prompt_logprobs_tensors", "pooling_output",
+            "kv_transfer_params", "events",
+        )
+    )  # fmt: skip
+    return SimpleNamespace(**fields | {"request_id": str(handle), "new_token_ids": list(tokens)} | more)
+
+
+def logprobs(*rows: list[tuple[int, float]]) -> Any:
+    return SimpleNamespace(
+        logprob_token_ids=np.array([[token for token, _ in entries] for entries in rows], np.int32),
+        logprobs=np.array([[value for _, value in entries] for entries in rows], np.float32),
+    )
+
+
+# ---- outputs ----
+
+
+def test_a_step_of_plain_rows_is_columns_alone() -> None:
+    assert step_outputs([], {}) is None
+    outputs = step_outputs([row(2**60, 7), row(3, 8)], {})
+    assert outputs is not None
+    assert (list(outputs.handles), list(outputs.token_ids)) == ([2**60, 3], [7, 8])
+    assert (outputs.counts, outputs.details) == (None, {})
+
+
+def test_rows_of_several_tokens_and_endings() -> None:
+    outputs = step_outputs(
+        [row(1, 5, 6), row(2), row(3, 9, finish_reason=0, stop_reason=9), row(4, finish_reason=4)], {}
+    )
+    assert outputs is not None
+    assert outputs.counts is not None and list(outputs.counts) == [2, 0, 1, 0]
+    assert list(outputs.token_ids) == [5, 6, 9]
+    assert {index: (more.finish_reason, more.stop_reason) for index, more in outputs.details.items()} == {
+        2: ("stop", 9),
+        3: ("stop", None),
+    }
+    failed = step_outputs([row(1, finish_reason=3)], {})
+    assert failed is not None
+    assert failed.details[0].finish_reason == "error"
+    assert "of its own" in (failed.details[0].error or "")
+
+
+def test_log_probabilities_are_cut_to_what_each_request_wants() -> None:
+    wide = logprobs([(5, -1.0), (4, -0.5), (3, -2.0)])
+    prompt = logprobs([(8, -3.0), (8, -3.0)], [(9, -4.0), (1, -0.25)])
+    outputs = step_outputs(
+        [row(1, 5, new_logprobs=wide), row(2, 5, new_logprobs=wide, new_prompt_logprobs_tensors=prompt)],
+        {"1": (2, 0), "2": (0, 1)},
+    )
+    assert outputs is not None
+    first, second = outputs.details[0], outputs.details[1]
+    assert first.logprobs == [{5: -1.0, 4: -0.5, 3: -2.0}]
+    assert list(first.logprobs[0]) == [5, 4, 3]  # the sampled one first
+    assert second.logprobs == [{5: -1.0}]
+    assert second.prompt_logprobs == [{}, {8: -3.0}, {9: -4.0, 1: -0.25}]
+
+
+def test_events_are_plain_maps() -> None:
+    event = SimpleNamespace(type=SimpleNamespace(name="QUEUED"), timestamp=1.5)
+    outputs = step_outputs([row(1, events=[event])], {})
+    assert outputs is not None
+    assert outputs.details[0].events == [{"type": "queued", "timestamp": 1.5}]
+
+
+# ---- loading ----
+
+
+def test_stages_are_told_by_whatever_executor_it_is() -> None:
+    class Executor:
+        def __init__(self, config: str) -> None:
+            self.config = config
+            self._init_executor()
+
+        def _init_executor(self) -> None:
+            pass
+
+        def initialize_from_config(self, configs: list[str]) -> str:
+            return configs[0]
+
+    told: list[tuple[str, float | None]] = []
+    with LoadProgress(lambda stage, fraction=None: told.append((stage, fraction))) as progress:
+        executor = with_stages(Executor, progress)("config")
+        assert isinstance(executor, Executor)
+        assert executor.initialize_from_config(["result"]) == "result"
+    stages = ("loading weights", "allocating KV cache")
+    assert told == [(stage, fraction) for stage in stages for fraction in (None, 1.0)]
+
+
+def test_loading_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyengine.engines.vllm.loading._INTERVAL", 0.01)
+    told: list[str] = []
+    with LoadProgress(lambda stage, fraction=None: told.append(stage)) as progress:
+        progress.stage("a long one")
+        until_sync(lambda: len(told) > 3)
+    count = len(told)
+    time.sleep(0.05)
+    assert told == ["a long one"] * count
+
+
+def test_a_stage_in_which_loading_fails_is_not_done() -> None:
+    told: list[float | None] = []
+    with pytest.raises(RuntimeError), LoadProgress(lambda stage, fraction=None: told.append(fraction)) as progress:
+        progress.stage("one")
+        raise RuntimeError
+    assert told == [None]
+
+
+# ---- workers ----
+
+
+class Process:
+    """A process as multiprocessing has it."""
+
+    def __init__(self) -> None:
+        self._read_end, write_end = os.pipe()
+        self._popen = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[write_end])
+        os.close(write_end)
+        self.name, self.pid, self.sentinel = "Worker-0", self._popen.pid, self._read_end
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._popen.poll()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def close(self) -> None:
+        self._popen.communicate()
+        os.close(self._read_end)
+
+
+def test_the_death_of_one_worker_is_told_and_ends_the_others() -> None:
+    first, second = Process(), Process()
+    watch = WorkerWatch()
+    watch.start([first, second])  # type: ignore[list-item]
+    watch.check()
+    os.kill(second.pid, signal.SIGKILL)
+    assert os.read(watch.fd, 1) == b"x"
+    expected = rf"worker Worker-0 \(pid {second.pid}\) was killed by signal 9 \(SIGKILL\)"
+    with pytest.raises(WorkerDiedError, match=expected):
+        watch.check()
+    watch.fail("what others say later")
+    watch.fail_without_workers()
+    with pytest.raises(WorkerDiedError, match=expected):
+        watch.check(limit=1)
+    until_sync(lambda: first.exitcode is not None)
+    watch.close()
+    for process in (first, second):
+        process.close()
+
+
+def test_an_executor_without_worker_processes_says_itself_that_it_failed() -> None:
+    watch = WorkerWatch()
+    watch.start([])
+    watch.fail_without_workers()
+    with pytest.raises(WorkerDiedError, match="vLLM's executor has failed"):
+        watch.check()
+    watch.close()
+
+
+def test_a_watch_that_is_closed_tells_nothing() -> None:
+    worker = Process()
+    watch = WorkerWatch()
+    watch.start([worker])  # type: ignore[list-item]
+    watch.close()
+    watch.close()
+    assert is_running(worker.pid)
+    worker.kill()
+    worker.close()
+    assert watch.failure is None
+
+
+# ---- what is installed ----
+
+
+@pytest.fixture
+def vllm_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM of which only the source of EngineArgs is there."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    source = """
+        class EngineArgs:
+            model: str = "a"
+            max_model_len: int | None = None
+
+            def method(self): ...
+        """
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+
+
+@pytest.mark.usefixtures("vllm_source")
+def test_arguments_are_checked_without_importing_vllm() -> None:
+    VllmEngine(model="a", max_model_len=5)
+    with pytest.raises(TypeError, match="no 'max_model_length'; did you mean 'max_model_len'"):
+        VllmEngine(max_model_length=5)
+    with pytest.raises(TypeError, match=r"no 'zzz'$"):
+        VllmEngine(zzz=5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_error_says_what_to_install() -> None:
+    with pytest.raises(ModuleNotFoundError, match="pip install vllm"):
+        VllmEngine(model="a")
+
+
+def test_a_version_that_lacks_something_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Incomplete:
+        """Has one name of those that are needed of an EngineArgs, and none of any other."""
+
+        create_engine_config = None
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    monkeypatch.setattr(installed, "find", lambda path: "0.1.2" if path == "vllm:__version__" else Incomplete)
+    with pytest.raises(ImportError, match=r"vllm 0.1.2 is not supported: .*EngineCore has no preprocess_add_request"):
+        installed.import_vllm()
+
+
+# ---- sleeping, which needs a GPU in earnest ----
+
+
+class Core:
+    """A core with a batch under way, which writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def drain(self) -> list[Any]:
+        self.asked.append("drain")
+        return [row(1, 5), row(2, 6, finish_reason=1)]
+
+    def step(self) -> list[Any]:
+        return [row(1, 7)]
+
+    def has_work(self) -> bool:
+        return False
+
+    def sleep(self, level: int) -> None:
+        self.asked.append(("sleep", level))
+
+    def wake_up(self, tags: list[str], reload_weights: bool) -> None:
+        self.asked.append(("wake_up", tags, reload_weights))
+
+
+@pytest.mark.usefixtures("vllm_source")
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_was_under_way_comes_when_it_is_awake_again(level: int) -> None:
+    engine = VllmEngine(model="a")
+    core: Any = Core()
+    engine._vllm = core
+    engine.sleep(level)
+    engine.wake_up(["weights"])
+    engine.wake_up(["kv_cache"])
+    assert core.asked == [
+        "drain", ("sleep", level), ("wake_up", ["weights"], level == 2), ("wake_up", ["kv_cache"], False)
+    ]  # fmt: skip
+    assert engine.has_work()
+    kept, new = engine.step(), engine.step()
+    assert kept is not None and new is not None
+    assert (list(kept.token_ids), kept.details[1].finish_reason) == ([5, 6], "length")
+    assert list(new.token_ids) == [7]
+    assert not engine.has_work()

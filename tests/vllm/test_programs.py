@@ -1,0 +1,47 @@
+"""The examples that use vLLM run, and show what their docstrings promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.vllm import setups
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def run(name: str, *words: str) -> str:
+    environ = os.environ | setups.environment("uni")
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}.py", *words],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_deadlines_on_trio() -> None:
+    shown = run("vllm_trio")
+    assert re.search(r"vLLM [\d.]+: \d+ tokens of KV cache", shown)
+    assert len(re.findall(r"s  (?:deadline|finished) +\d+ tokens", shown)) == 8
+    assert "'waiting': 0" in shown
+
+
+def test_structured_outputs() -> None:
+    shown = dict(line.split(maxsplit=1) for line in run("vllm_structured", "--backend", "trio").splitlines())
+    assert set(json.loads(shown["json"])) == {"name", "age"}
+    assert re.fullmatch(r"(Mon|Tues|Fri)day, \d\d:\d\d", shown["regex"])
+    assert shown["choice"] in ("positive", "neutral", "negative")
+    assert re.fullmatch(r"[1-9]\d \+ [1-9]\d", shown["grammar"])
+    assert shown["broken"].startswith("refused: ")
