@@ -11,13 +11,13 @@ from typing import Any, Self
 
 
 class Contestant:
-    """A worker process; ``name`` is ``"ours"`` or ``"baseline"``."""
+    """A worker process: ``module``, told the contestant's name, such as ``"ours"``, and its event loop."""
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, module: str = "benchmarks.worker") -> None:
         self.name = name
         self.backend = backend
         self.key = f"{name}/{backend}"
-        command = [sys.executable, "-m", "benchmarks.worker", name, backend]
+        command = [sys.executable, "-m", module, name, backend]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pids: list[int] = self._read()
 
