@@ -74,7 +74,7 @@ async def paced(client: EngineClient, rows: int, rate: float, steps: int) -> dic
     for step in range(1, steps + 1):
         outputs = await client.get_output()
         delays.append(age(outputs.token_ids[0]))
-        if len(outputs.handles) != rows or rows > 1 and outputs.token_ids[-1] != (rows - 1) * SPREAD + step:
+        if len(outputs.handles) != rows or (rows > 1 and outputs.token_ids[-1] != (rows - 1) * SPREAD + step):
             raise AssertionError(f"step {step} of {steps} has {len(outputs.handles)} rows, {outputs.token_ids[-1]}")
     cpu = time.process_time() - cpu
     if set(outputs.details) != set(range(rows)):
@@ -94,7 +94,7 @@ async def paced_of_rival(client: AsyncRival, rows: int, rate: float, steps: int)
     for step in range(1, steps + 1):
         outputs = (await client.get_output()).outputs
         delays.append(age(outputs[0].new_token_ids[0]))
-        if len(outputs) != rows or rows > 1 and outputs[-1].new_token_ids[-1] != (rows - 1) * SPREAD + step:
+        if len(outputs) != rows or (rows > 1 and outputs[-1].new_token_ids[-1] != (rows - 1) * SPREAD + step):
             raise AssertionError(f"step {step} of {steps} has {len(outputs)} rows, {outputs[-1].new_token_ids[-1]}")
     cpu = time.process_time() - cpu
     if sum(output.finish_reason is not None for output in outputs) != rows:

@@ -1,4 +1,4 @@
-"""vLLM's clients, with the calls that the benchmarks make under the names that :mod:`benchmarks.baseline` has for them."""
+"""vLLM's clients; what the benchmarks call has the names that :mod:`benchmarks.baseline` gives it."""
 
 from __future__ import annotations
 
