@@ -61,10 +61,11 @@ async def first_output_of_rival(client: AsyncRival, samples: int) -> list[float]
 async def paced(client: EngineClient, rows: int, rate: float, steps: int) -> dict[str, Any]:
     """``rate`` steps a second, as engines make them: each step's delay in us, and the client's CPU time for a step.
 
-    The delay is that from the end of the engine's step to the application.
+    The delay is that from the end of the engine's step to the application. A last step, in which all requests end at
+    once, is taken and not measured: in a served batch they end one by one.
     """
     await client.call_utility("hold")
-    params = SamplingParams(max_tokens=steps)
+    params = SamplingParams(max_tokens=steps + 1)
     for row in range(rows):
         await client.add_request([row * SPREAD], params)
     delays: list[float] = []
@@ -77,6 +78,7 @@ async def paced(client: EngineClient, rows: int, rate: float, steps: int) -> dic
         if len(outputs.handles) != rows or (rows > 1 and outputs.token_ids[-1] != (rows - 1) * SPREAD + step):
             raise AssertionError(f"step {step} of {steps} has {len(outputs.handles)} rows, {outputs.token_ids[-1]}")
     cpu = time.process_time() - cpu
+    outputs = await client.get_output()
     if set(outputs.details) != set(range(rows)):
         raise AssertionError(f"{len(outputs.details)} of {rows} requests ended")
     return {"delays": delays, "cpu_us": cpu / steps * 1e6}
@@ -86,7 +88,7 @@ async def paced_of_rival(client: AsyncRival, rows: int, rate: float, steps: int)
     """As :func:`paced`."""
     await client.call_utility("hold")
     for row in range(rows):
-        await client.add_request(f"paced-{next(_names)}", [row * SPREAD], steps)
+        await client.add_request(f"paced-{next(_names)}", [row * SPREAD], steps + 1)
     delays: list[float] = []
     gc.collect()
     cpu = time.process_time()
@@ -97,6 +99,7 @@ async def paced_of_rival(client: AsyncRival, rows: int, rate: float, steps: int)
         if len(outputs) != rows or (rows > 1 and outputs[-1].new_token_ids[-1] != (rows - 1) * SPREAD + step):
             raise AssertionError(f"step {step} of {steps} has {len(outputs)} rows, {outputs[-1].new_token_ids[-1]}")
     cpu = time.process_time() - cpu
+    outputs = (await client.get_output()).outputs
     if sum(output.finish_reason is not None for output in outputs) != rows:
         raise AssertionError(f"not all of {rows} requests ended")
     return {"delays": delays, "cpu_us": cpu / steps * 1e6}

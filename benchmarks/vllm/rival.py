@@ -10,17 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SETTINGS", "AsyncRival", "RivalDeadError", "SyncRival", "configuration"]
+from benchmarks.vllm.settings import SETTINGS
 
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
-"""For vLLM, on both sides: quiet, offline, one GiB of cache, and the model in the engine's process itself."""
+__all__ = ["AsyncRival", "RivalDeadError", "SyncRival", "configuration"]
 
 os.environ.update(SETTINGS)
 
