@@ -1,0 +1,10 @@
+"""vLLM's engine core in the child process, without vLLM's own client, sockets or threads around it.
+
+Importing this package loads neither torch nor vLLM: building a :class:`VllmEngine` does.
+"""
+
+from __future__ import annotations
+
+from anyengine.engines.vllm.engine import VllmEngine
+
+__all__ = ["VllmEngine"]

@@ -1,0 +1,144 @@
+"""The engine: vLLM's core, stepped by our loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anyengine.engine.core import EngineRequest, ProgressReporter, StepOutputs
+from anyengine.engines.transformers.checkpoint import default_model
+from anyengine.engines.vllm import internals
+from anyengine.engines.vllm.loading import LoadProgress
+from anyengine.engines.vllm.outputs import step_outputs
+from anyengine.engines.vllm.utilities import VllmUtilities
+from anyengine.engines.vllm.workers import WorkerWatch
+from anyengine.types import EngineInfo
+
+
+class VllmEngine(VllmUtilities):
+    """vLLM's ``EngineCore`` with its scheduler, executor and workers, without its client and its processes.
+
+    The arguments are those of vLLM's ``EngineArgs``, by their own names; ``model="default"`` is SmolLM2-135M-Instruct.
+    With one device the model is in the engine's own process (``distributed_executor_backend="uni"``), with several, and
+    on the CPU, in worker processes of vLLM's, which end with it.
+
+    :raises ModuleNotFoundError: if vLLM is not installed
+    :raises ImportError: if it is a version that lacks something that is needed
+    :raises TypeError: if vLLM has no such argument
+    :raises ValueError: if an argument asks for several engines
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self._version = internals.import_vllm()
+        internals.check_arguments(arguments)
+        self._arguments = arguments
+        self._watch = WorkerWatch()
+        self._loaded = False
+        self._logprobs: dict[str, tuple[int, int]] = {}
+        self._rows: list[Any] = []  # of batches that were under way when the engine fell asleep
+        self._sleep_level = 0
+
+    def load(self, progress: ProgressReporter) -> None:
+        """Load the model as vLLM does.
+
+        :raises Exception: what vLLM raised
+        """
+        with LoadProgress(progress) as loading:
+            arguments = dict(self._arguments)
+            if arguments.get("model") == "default":
+                arguments["model"] = str(default_model(loading.stage))
+            self._vllm = internals.VllmCore(arguments, loading, lambda: self._watch.fail("vLLM's executor has failed"))
+            self._loaded = True
+        self._watch.start(self._vllm.workers)
+
+    def describe(self) -> EngineInfo:
+        """What was loaded."""
+        return self._vllm.describe(self._version)
+
+    def failure_fd(self) -> int:
+        """Readable when a worker has died."""
+        return self._watch.fd
+
+    def check_health(self) -> None:
+        """:raises WorkerDiedError: if a worker has died"""
+        self._watch.check()
+
+    # ---- requests and steps ----
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        :raises RequestError: if vLLM refuses it
+        """
+        self._vllm.add(request)
+        params = request.sampling
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self._logprobs[str(request.handle)] = params.logprobs or 0, params.prompt_logprobs or 0
+
+    def abort_requests(self, handles: Sequence[int]) -> None:
+        """Drop requests; their blocks are free at once."""
+        self._vllm.abort(handles)
+        for handle in handles:
+            self._logprobs.pop(str(handle), None)
+
+    def has_work(self) -> bool:
+        """Whether vLLM has requests, or has ended some of which its workers have not been told."""
+        return bool(self._rows) or self._vllm.has_work()
+
+    def step(self) -> StepOutputs | None:
+        """Make one step; None if it brought nothing.
+
+        :raises WorkerDiedError: if a worker has died
+        :raises Exception: what vLLM raised
+        """
+        rows: Sequence[Any]
+        if self._rows:
+            rows, self._rows = self._rows, []
+        else:
+            try:
+                rows = self._vllm.step()
+            except Exception:
+                # If a worker has died, vLLM knows it too, and has let this step fail.
+                self._watch.check(limit=1.0 if self._vllm.executor_failed else 0.0)
+                raise
+        outputs = step_outputs(rows, self._logprobs)
+        if outputs is not None and self._logprobs:
+            for row, details in outputs.details.items():
+                if details.finish_reason is not None:
+                    self._logprobs.pop(rows[row].request_id, None)
+        return outputs
+
+    def statistics(self) -> Mapping[str, float]:
+        """Requests that run and wait, the share of the KV cache in use (0 to 1), and the prefix cache's tokens.
+
+        ``prefix_cache_queries`` counts the tokens that were looked for in the prefix cache so far, and
+        ``prefix_cache_hits`` those found; both stay 0 with ``disable_log_stats=True``.
+        """
+        return self._vllm.statistics()
+
+    # ---- sleeping ----
+
+    def sleep(self, level: int) -> None:
+        """Give memory back as vLLM does: level 1 moves the weights to the host's memory, level 2 drops them.
+
+        Requests that run are computed again when the engine is awake.
+
+        :raises Exception: what vLLM raised
+        """
+        self._rows += self._vllm.drain()
+        self._sleep_level = level
+        self._vllm.sleep(level)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Bring back ``"weights"`` or ``"kv_cache"``, or both; weights that were dropped come from the checkpoint.
+
+        :raises Exception: what vLLM raised
+        """
+        self._vllm.wake_up(tags, reload_weights="weights" in tags and self._sleep_level == 2)
+
+    def shutdown(self) -> None:
+        """End the workers, and free what they hold."""
+        failed = self._watch.failure is not None
+        self._watch.close()
+        if self._loaded and not failed:
+            self._vllm.shutdown()

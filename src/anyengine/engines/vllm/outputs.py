@@ -1,0 +1,79 @@
+"""What vLLM's core says of a step, as columns."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from anyengine.engine.core import OutputDetails, StepOutputs
+from anyengine.types import FinishReason, TokenLogprobs
+
+_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "stop")
+"""By the values of vLLM's FinishReason; the last is a repetition that was detected, and names itself as the stop reason."""
+
+_FAILED = "vLLM ended the request for an error of its own; what the engine printed says which"
+
+
+def step_outputs(rows: Sequence[Any], logprobs: Mapping[str, tuple[int, int]]) -> StepOutputs | None:
+    """The columns of one step; None if it brought nothing.
+
+    :param rows: vLLM's ``EngineCoreOutput``, one for each request that has anything
+    :param logprobs: how many log-probabilities a position of the completion and of the prompt is to have, by the ids of
+        the requests that want any: a batch's arrays are as wide as its widest request wants
+    """
+    if not rows:
+        return None
+    tokens = [row.new_token_ids for row in rows]
+    counts = array("I", map(len, tokens))
+    return StepOutputs(
+        array("Q", [int(row.request_id) for row in rows]),
+        array("I", chain.from_iterable(tokens)),
+        None if counts.count(1) == len(counts) else counts,
+        {index: _details(row, logprobs) for index, row in enumerate(rows) if _has_details(row)},
+    )
+
+
+def _has_details(row: Any) -> bool:
+    return (
+        row.finish_reason is not None
+        or row.new_logprobs is not None
+        or row.new_prompt_logprobs_tensors is not None
+        or row.pooling_output is not None
+        or row.kv_transfer_params is not None
+        or row.events is not None
+    )
+
+
+def _details(row: Any, logprobs: Mapping[str, tuple[int, int]]) -> OutputDetails:
+    finish_reason = None if row.finish_reason is None else _FINISH_REASONS[row.finish_reason]
+    wanted, prompt_wanted = logprobs.get(row.request_id, (0, 0))
+    new, prompt = row.new_logprobs, row.new_prompt_logprobs_tensors
+    return OutputDetails(
+        finish_reason=finish_reason,
+        stop_reason=row.stop_reason,
+        error=_FAILED if finish_reason == "error" else None,
+        logprobs=None if new is None else _positions(new.logprob_token_ids, new.logprobs, wanted),
+        # The first token of a prompt has no predecessor, and vLLM no entry for it.
+        prompt_logprobs=(
+            None if prompt is None else [{}, *_positions(prompt.logprob_token_ids, prompt.logprobs, prompt_wanted)]
+        ),
+        pooling_output=row.pooling_output,
+        kv_transfer_params=row.kv_transfer_params,
+        events=_events(row.events),
+    )
+
+
+def _positions(token_ids: Any, logprobs: Any, wanted: int) -> list[TokenLogprobs]:
+    """One mapping for each row of two arrays [positions, wanted or more], which begin with the token itself."""
+    columns = wanted + 1
+    return [
+        dict(zip(tokens, values, strict=True))
+        for tokens, values in zip(token_ids[:, :columns].tolist(), logprobs[:, :columns].tolist(), strict=True)
+    ]
+
+
+def _events(events: Iterable[Any] | None) -> list[Any] | None:
+    """When a request was queued, scheduled and preempted, in seconds of the machine's monotonic clock."""
+    return None if events is None else [{"type": event.type.name.lower(), "timestamp": event.timestamp} for event in events]

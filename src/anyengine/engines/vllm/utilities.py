@@ -1,0 +1,113 @@
+"""The utilities that vLLM's core offers beside generating."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anyengine.engine.core import EngineCore, utility
+from anyengine.engine.loading import import_object
+from anyengine.engines.vllm import internals
+
+
+class VllmUtilities(EngineCore):
+    """What an engine on vLLM's core offers; it sets ``_vllm`` when it loads.
+
+    :mod:`anyengine.utilities` describes them for those who call.
+    """
+
+    _vllm: internals.VllmCore
+
+    def unavailable_utilities(self) -> frozenset[str]:
+        """What vLLM was not configured for."""
+        missing: set[str] = set()
+        if not self._vllm.can_sleep:
+            missing |= {"sleep", "wake_up", "is_sleeping"}
+        if not self._vllm.has_lora:
+            missing |= {"add_lora", "remove_lora", "list_loras", "pin_lora"}
+        if not self._vllm.can_profile:
+            missing |= {"profile"}
+        return frozenset(missing)
+
+    # ---- caches ----
+
+    @utility
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes; False if running requests hold on to them."""
+        return self._vllm.core.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    @utility
+    def reset_mm_cache(self) -> None:
+        """Forget preprocessed multimodal inputs."""
+        self._vllm.core.reset_mm_cache()
+
+    @utility
+    def reset_encoder_cache(self) -> None:
+        """Forget the outputs of the multimodal encoder."""
+        self._vllm.core.reset_encoder_cache()
+
+    # ---- adapters ----
+
+    @utility
+    def add_lora(self, lora_request: Mapping[str, Any]) -> bool:
+        """Load an adapter.
+
+        :raises TypeError, ValueError: if the fields are not those of vLLM's LoRARequest
+        :raises Exception: what vLLM raised, such as for a directory without an adapter
+        """
+        return self._vllm.core.add_lora(internals.lora_request(lora_request))
+
+    @utility
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; whether there was one."""
+        return self._vllm.core.remove_lora(lora_id)
+
+    @utility
+    def list_loras(self) -> list[int]:
+        """The ids of loaded adapters, in order."""
+        return sorted(self._vllm.core.list_loras())
+
+    @utility
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter from being evicted."""
+        return self._vllm.core.pin_lora(lora_id)
+
+    # ---- workers ----
+
+    @utility
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of each worker, or an importable function on it, between two steps.
+
+        Whoever may call this may run whatever can be imported there.
+
+        :raises ValueError: if a ``timeout`` is given
+        :raises Exception: what a worker raised
+        """
+        if timeout is not None:
+            raise ValueError(
+                f"timeout={timeout!r}: vLLM cannot take a call back from its workers, and would take the late answer "
+                "for that of the next call; pass None, and to wait no longer than that use call_utility with a timeout"
+            )
+        target = import_object(method) if ":" in method else method
+        return self._vllm.core.collective_rpc(target, None, tuple(args), dict(kwargs or {}))
+
+    @utility
+    def execute_dummy_batch(self) -> None:
+        """Run the model once on made-up input."""
+        self._vllm.core.execute_dummy_batch()
+
+    @utility
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        """Begin or end a profile, as ``profiler_config`` says; vLLM does not tell where its files are."""
+        self._vllm.core.profile(is_start, profile_prefix)
+
+    @utility
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write each worker's part of the weights into a directory."""
+        self._vllm.core.save_sharded_state(path, pattern, max_size)
