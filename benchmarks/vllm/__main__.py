@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.contest import Contestant
 from benchmarks.report import Figure, print_table
 from benchmarks.suites import FULL, QUICK
-from benchmarks.vllm.suites import SUITES, WORKER
+from benchmarks.vllm.suites import CLIENT_LAYER, WORKER, model
 
 OUTPUT = Path("build/bench-vllm.json")
 _BACKENDS = ("asyncio", "uvloop", "trio")
@@ -30,7 +30,8 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
-    parser.add_argument("--only", action="append", choices=list(SUITES), help="this suite alone; can be repeated")
+    parts = [*CLIENT_LAYER, "model"]
+    parser.add_argument("--only", action="append", choices=parts, help="this part alone; can be repeated")
     parser.add_argument("--backends", default="asyncio", help=f"event loops, separated by commas: {_BACKENDS}")
     arguments = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
@@ -41,15 +42,19 @@ def main() -> None:
             parser.error(f"unknown event loop {backend!r}; there are {', '.join(_BACKENDS)}")
     started = time.perf_counter()
     scale = QUICK if arguments.quick else FULL
+    chosen = [part for part in parts if arguments.only is None or part in arguments.only]
     figures: list[Figure] = []
-    with ExitStack() as stack:
-        pairs = [("ours", backend) for backend in backends]
-        pairs += [("vllm", backend) for backend in backends if backend != "trio"]
-        contestants = [stack.enter_context(Contestant(name, backend, WORKER)) for name, backend in pairs]
-        for name, suite in SUITES.items():
-            if arguments.only is None or name in arguments.only:
-                figures += suite(contestants, scale)
-        keys = [contestant.key for contestant in contestants]
+    pairs = [("ours", backend) for backend in backends]
+    pairs += [("vllm", backend) for backend in backends if backend != "trio"]
+    if chosen != ["model"]:
+        with ExitStack() as stack:
+            contestants = [stack.enter_context(Contestant(name, backend, WORKER)) for name, backend in pairs]
+            for name in chosen:
+                if name in CLIENT_LAYER:
+                    figures += CLIENT_LAYER[name](contestants, scale)
+    if "model" in chosen:
+        figures += model(scale)
+    keys = list(dict.fromkeys(key for figure in figures for key in figure.rounds))
     machine = f"{os.cpu_count()} CPUs, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
     print_table(figures, keys, f"anyengine and vLLM's own clients, on {machine}")
     missed = [(figure.name, target.text) for figure in figures for target in figure.targets if not target.met]

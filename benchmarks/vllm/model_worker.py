@@ -18,9 +18,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from anyengine import EngineClient, EngineDeadError, EngineSpec, SamplingParams, open_engine_client
+from anyengine.engines.transformers.checkpoint import default_model
 from benchmarks.throughput import Countdown
 from benchmarks.vllm.settings import ENGINE_ARGUMENTS, SETTINGS
-from benchmarks.worker import answer, next_command
+from benchmarks.worker import answer, keep_stdout_for_answers, next_command
 
 os.environ.update(SETTINGS)
 
@@ -149,7 +150,7 @@ async def cancel(contestant: Contestant, concurrency: int, seed: int) -> float:
         readers = [group.create_task(read(row)) for row in range(concurrency)]
         await running.done.wait()
         waiting = group.create_task(wait_for_slot())
-        await asyncio.sleep(random.Random(seed).uniform(0.2, 0.4))  # noqa: S311 - at any moment of a step
+        await asyncio.sleep(random.Random(seed).uniform(0.2, 0.4))
         assert not waiting.done()
         cancelled = time.perf_counter()
         readers[0].cancel()  # as servers do it; vLLM's clients know no other way
@@ -187,7 +188,7 @@ async def kill(contestant: Contestant, concurrency: int, seed: int) -> float:
 
 def _prompts(count: int, seed: int) -> list[list[int]]:
     """The same for both, and new with each seed: nothing of a prompt is in a prefix cache."""
-    source = random.Random(seed)  # noqa: S311
+    source = random.Random(seed)
     return [[source.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
@@ -197,9 +198,9 @@ _COMMANDS = {"generate": generate, "cancel": cancel, "kill": kill}
 # ---- serving ----
 
 
-async def serve_ours(model: str) -> None:
+async def serve_ours() -> None:
     """Run commands against anyengine."""
-    spec = EngineSpec("anyengine.engines.vllm:VllmEngine", {"model": model, **ENGINE_ARGUMENTS})
+    spec = EngineSpec("anyengine.engines.vllm:VllmEngine", {"model": "default", **ENGINE_ARGUMENTS})
     async with open_engine_client(spec) as client:
         contestant = Ours(client)
         answer([os.getpid(), *contestant.pids()])
@@ -208,19 +209,20 @@ async def serve_ours(model: str) -> None:
     answer((time.perf_counter() - leaving) * 1e3)
 
 
-async def serve_theirs(model: str) -> None:
+async def serve_theirs() -> None:
     """Run commands against ``AsyncLLM``."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(model=model, skip_tokenizer_init=True, disable_log_stats=True, **ENGINE_ARGUMENTS)
-    llm = AsyncLLM.from_engine_args(arguments)
+    model = str(default_model(lambda stage, fraction=None: None))
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **ENGINE_ARGUMENTS))
     contestant = Theirs(llm)
     answer([os.getpid(), *contestant.pids()])
     await _serve(contestant)
     leaving = time.perf_counter()
     llm.shutdown()
     answer((time.perf_counter() - leaving) * 1e3)
+    del contestant, llm  # its destructor does not work any more when the interpreter ends
 
 
 async def _serve(contestant: Contestant) -> None:
@@ -233,5 +235,5 @@ async def _serve(contestant: Contestant) -> None:
 
 
 if __name__ == "__main__":
-    main_of = {"ours": serve_ours, "vllm": serve_theirs}
-    asyncio.run(main_of[sys.argv[1]](sys.argv[2]))
+    keep_stdout_for_answers()
+    asyncio.run(serve_ours() if sys.argv[1] == "ours" else serve_theirs())

@@ -16,16 +16,16 @@ __all__ = ["AsyncRival", "RivalDeadError", "SyncRival", "configuration"]
 
 os.environ.update(SETTINGS)
 
-from vllm.config import VllmConfig  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.usage.usage_lib import UsageContext  # noqa: E402
-from vllm.v1.engine import EngineCoreRequest  # noqa: E402
-from vllm.v1.engine.core_client import AsyncMPClient, SyncMPClient  # noqa: E402
-from vllm.v1.engine.exceptions import EngineDeadError as RivalDeadError  # noqa: E402
-from vllm.v1.executor import Executor  # noqa: E402
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core_client import AsyncMPClient, SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError as RivalDeadError
+from vllm.v1.executor import Executor
 
-from benchmarks.vllm.rival_engine import install  # noqa: E402
+from benchmarks.vllm.rival_engine import install
 
 _SMALL = {
     "architectures": ["LlamaForCausalLM"],
