@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench bench-vllm clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+bench-vllm: setup-vllm
+	.venv-vllm/bin/python -m benchmarks.vllm
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -21,6 +21,7 @@ from anyengine import EngineClient, EngineDeadError, EngineSpec, SamplingParams,
 from anyengine.engines.transformers.checkpoint import default_model
 from benchmarks.throughput import Countdown
 from benchmarks.vllm.settings import ENGINE_ARGUMENTS, SETTINGS
+from benchmarks.watch import cpu_seconds
 from benchmarks.worker import answer, keep_stdout_for_answers, next_command
 
 os.environ.update(SETTINGS)
@@ -100,7 +101,7 @@ class Theirs:
 
 
 async def generate(contestant: Contestant, concurrency: int, seed: int) -> dict[str, Any]:
-    """``concurrency`` requests at once, from the call to the last token: rate, first tokens, gaps, all tokens."""
+    """``concurrency`` requests at once, from the call to the last token: rate, CPU time, first tokens, gaps, tokens."""
     prompts = _prompts(concurrency, seed)
     firsts: list[float] = []
     gaps: list[float] = []
@@ -119,14 +120,25 @@ async def generate(contestant: Contestant, concurrency: int, seed: int) -> dict[
                 tokens[row] += new
                 before = now
 
+    engine = contestant.pids()[0]
+    cpu, engine_cpu = time.process_time(), cpu_seconds(engine)
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for row in range(concurrency):
             group.create_task(read(row))
     seconds = time.perf_counter() - started
+    cpu, engine_cpu = time.process_time() - cpu, cpu_seconds(engine) - engine_cpu
     if any(len(row) != TOKENS for row in tokens):
         raise AssertionError(f"requests got {[len(row) for row in tokens]} tokens")
-    return {"tokens_per_s": concurrency * TOKENS / seconds, "firsts": firsts, "gaps": gaps, "tokens": tokens}
+    count = concurrency * TOKENS
+    return {
+        "tokens_per_s": count / seconds,
+        "cpu_us": cpu / count * 1e6,
+        "engine_cpu_ms": engine_cpu / count * 1e3,
+        "firsts": firsts,
+        "gaps": gaps,
+        "tokens": tokens,
+    }
 
 
 async def cancel(contestant: Contestant, concurrency: int, seed: int) -> float:
@@ -227,6 +239,7 @@ async def serve_theirs() -> None:
 
 async def _serve(contestant: Contestant) -> None:
     """Until there is nothing more to do than to stop the engine, which may be dead."""
+    gc.freeze()  # what was loaded is not looked through again and again, as in vLLM's own server
     while (command := await next_command()) is not None:
         name, arguments = command
         if name == "stop":

@@ -154,6 +154,8 @@ def _generate(pair: Sequence[Contestant], concurrency: int, scale: Scale) -> lis
         rate.against_rival(1.0),
         _medians(f"{label}: first token", "ms", firsts, 1),
         _medians(f"{label}: gap between tokens", "ms", gaps, 1),
+        Figure(f"{label}: client CPU per token", "us", column(slices, "cpu_us"), digits=0, rival=RIVAL),
+        Figure(f"{label}: engine CPU per token", "ms", column(slices, "engine_cpu_ms"), rival=RIVAL),
     ]
 
 
