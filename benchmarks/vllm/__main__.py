@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from contextlib import ExitStack
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.contest import Contestant
@@ -72,7 +72,7 @@ def main() -> None:
 def _installed(package: str) -> bool:
     try:
         version(package)
-    except importlib.metadata.PackageNotFoundError:
+    except PackageNotFoundError:
         return False
     return True
 
