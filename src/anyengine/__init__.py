@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from anyengine.errors import UtilityTimeoutError as UtilityTimeoutError
     from anyengine.inproc_client import InprocEngineClient as InprocEngineClient
     from anyengine.keys import ConnectionKeys as ConnectionKeys
+    from anyengine.params import LoRARequest as LoRARequest
+    from anyengine.params import PoolingParams as PoolingParams
+    from anyengine.params import SamplingParams as SamplingParams
+    from anyengine.params import StructuredOutputs as StructuredOutputs
     from anyengine.process.launcher import ProcessLauncher as ProcessLauncher
     from anyengine.protocol.arrays import WireArray as WireArray
     from anyengine.protocol.outputs import OutputDetails as OutputDetails
@@ -50,8 +54,6 @@ if TYPE_CHECKING:
     from anyengine.types import EngineSpec as EngineSpec
     from anyengine.types import Health as Health
     from anyengine.types import RequestOutput as RequestOutput
-    from anyengine.types import SamplingParams as SamplingParams
-    from anyengine.types import StructuredOutputs as StructuredOutputs
 
 _MODULES = {
     "AddressError": "errors",
@@ -69,7 +71,9 @@ _MODULES = {
     "Health": "types",
     "InprocEngineClient": "inproc_client",
     "KeysError": "errors",
+    "LoRARequest": "params",
     "OutputDetails": "protocol.outputs",
+    "PoolingParams": "params",
     "ProcessLauncher": "process.launcher",
     "ProtocolError": "errors",
     "RequestError": "errors",
@@ -77,11 +81,11 @@ _MODULES = {
     "RequestStalledError": "errors",
     "RequestStream": "client.request_stream",
     "RestartPolicy": "client.keeper",
-    "SamplingParams": "types",
+    "SamplingParams": "params",
     "ShutdownPolicy": "client.supervisor",
     "StartLimits": "client.supervisor",
     "StepOutputs": "protocol.outputs",
-    "StructuredOutputs": "types",
+    "StructuredOutputs": "params",
     "SyncEngineClient": "sync_client.sync_engine_client",
     "SyncRequestStream": "sync_client.sync_request_stream",
     "TooManyRequestsError": "errors",

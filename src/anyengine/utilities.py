@@ -8,8 +8,11 @@ Errors are those of ``call_utility``. A test keeps the two classes alike.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+from anyengine.params import LoRARequest
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to the requests that an engine has when it is paused: they end now, they may finish, or they stay."""
@@ -99,12 +102,12 @@ class EngineUtilities(abc.ABC):
 
     # ---- adapters ----
 
-    async def add_lora(self, lora_request: Mapping[str, Any]) -> bool:
-        """Load a LoRA adapter.
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter; false if it is there already.
 
-        :param lora_request: ``lora_name``, ``lora_int_id``, ``lora_path``
+        :raises TypeError: if ``lora_request`` is not a LoRARequest
         """
-        return await self.call_utility("add_lora", lora_request)
+        return await self.call_utility("add_lora", _as_mapping(lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload a LoRA adapter; whether there was one."""
@@ -239,12 +242,12 @@ class BlockingEngineUtilities(abc.ABC):
 
     # ---- adapters ----
 
-    def add_lora(self, lora_request: Mapping[str, Any]) -> bool:
-        """Load a LoRA adapter.
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter; false if it is there already.
 
-        :param lora_request: ``lora_name``, ``lora_int_id``, ``lora_path``
+        :raises TypeError: if ``lora_request`` is not a LoRARequest
         """
-        return self.call_utility("add_lora", lora_request)
+        return self.call_utility("add_lora", _as_mapping(lora_request))
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload a LoRA adapter; whether there was one."""
@@ -293,3 +296,9 @@ class BlockingEngineUtilities(abc.ABC):
         :param max_size: bytes that one file may have
         """
         self.call_utility("save_sharded_state", path, pattern, max_size)
+
+
+def _as_mapping(lora_request: object) -> dict[str, Any]:
+    if not isinstance(lora_request, LoRARequest):
+        raise TypeError(f"lora_request={lora_request!r:.80} ({type(lora_request).__name__}): expected a LoRARequest")
+    return dataclasses.asdict(lora_request)

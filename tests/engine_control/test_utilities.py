@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from anyengine import EngineClient, EngineSpec, UtilityError, open_engine_client
+from anyengine import EngineClient, EngineSpec, LoRARequest, UtilityError, open_engine_client
 from anyengine.engines.scripted import ScriptedEngine
 from anyengine.inproc_client import InprocEngineClient
 from anyengine.testing import scripted_spec
 from anyengine.utilities import BlockingEngineUtilities, EngineUtilities
 
-LORA = {"lora_name": "pirate", "lora_int_id": 7, "lora_path": "/nowhere"}
+LORA = LoRARequest(lora_name="pirate", lora_int_id=7, lora_path="/nowhere")
 
 CALLS: list[tuple[str, dict[str, Any], Any]] = [
     ("get_supported_tasks", {}, ["generate"]),
@@ -75,11 +76,16 @@ def test_each_method_calls_the_utility_of_its_name_with_all_parameters_in_order(
     for name, method in methods(BlockingEngineUtilities):
         if name != "call_utility":
             given = {
-                parameter: {"key": number} if parameter == "kwargs" else [number]
+                parameter: {"key": number}
+                if parameter == "kwargs"
+                else LORA
+                if parameter == "lora_request"
+                else [number]
                 for number, parameter in enumerate(list(inspect.signature(method).parameters)[1:])
             }
             method(Recorder(), **given)
-            assert called.pop() == (name, *given.values())
+            travels = [dataclasses.asdict(value) if value is LORA else value for value in given.values()]
+            assert called.pop() == (name, *travels)
 
 
 @pytest.mark.anyio
@@ -146,7 +152,9 @@ def test_a_table_of_adapters() -> None:
         assert not client.pin_lora(8)
         assert not client.remove_lora(8)
         with pytest.raises(UtilityError, match="lora_path is missing"):
-            client.add_lora({"lora_name": "x", "lora_int_id": 1})
+            client.call_utility("add_lora", {"lora_name": "x", "lora_int_id": 1})
+        with pytest.raises(TypeError, match=r"lora_request={'lora_name': 'x'} \(dict\): expected a LoRARequest"):
+            client.add_lora({"lora_name": "x"})  # type: ignore[arg-type]
 
 
 def test_a_scripted_engine_objects_to_a_step_while_it_sleeps() -> None:

@@ -13,7 +13,8 @@ import transformers
 
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.transformers import TransformersEngine
-from anyengine.types import SamplingParams, TokenLogprobs
+from anyengine.params import SamplingParams
+from anyengine.types import TokenLogprobs
 
 MIB = 2**20
 THREADS = 1  # more would have to wait for each other whenever another process is busy

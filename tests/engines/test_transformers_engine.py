@@ -17,8 +17,8 @@ import transformers
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.transformers import TransformersEngine, default_model
 from anyengine.errors import RequestError
+from anyengine.params import SamplingParams, StructuredOutputs
 from anyengine.protocol import arrays
-from anyengine.types import SamplingParams, StructuredOutputs
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
 

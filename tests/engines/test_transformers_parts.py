@@ -18,7 +18,7 @@ from anyengine.engine.core import EngineRequest
 from anyengine.engines.transformers import TransformersEngine, checkpoint, default_model
 from anyengine.engines.transformers.sampler import Sampler
 from anyengine.engines.transformers.scheduler import BlockPool, Request, Scheduler
-from anyengine.types import SamplingParams
+from anyengine.params import SamplingParams
 
 pytestmark = pytest.mark.engines
 

@@ -15,7 +15,8 @@ from tests.engines.runs import Run, load, save_tiny
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.transformers import TransformersEngine
 from anyengine.errors import RequestError
-from anyengine.types import SamplingParams, TokenLogprobs
+from anyengine.params import SamplingParams
+from anyengine.types import TokenLogprobs
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
 

@@ -19,7 +19,7 @@ from tests.engines.runs import MIB, THREADS, Run, load, save_tiny, tokens_of
 from anyengine import EngineSpec, UtilityError, open_engine_client
 from anyengine.engine.core import utilities_of
 from anyengine.engines.transformers import TransformersEngine
-from anyengine.types import SamplingParams
+from anyengine.params import SamplingParams
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
 

@@ -43,7 +43,7 @@ RULES: dict[Direction, dict[bytes, str]] = {
 """The rule of each kind of message, written down here once more so that a changed kind shows."""
 
 # What CDDL cannot say: where the columns are, and what their length must be a multiple of.
-_COLUMNS: dict[str, dict[int, int]] = {"add": {1: 4}, "abort": {0: 8}, "outputs": {3: 8, 4: 4, 5: 4}}
+_COLUMNS: dict[str, dict[int, int]] = {"add": {1: 4, 2: 4}, "abort": {0: 8}, "outputs": {3: 8, 4: 4, 5: 4}}
 
 
 class SchemaViolation(AssertionError):

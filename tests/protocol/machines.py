@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from anyengine.params import SamplingParams
 from anyengine.protocol.client_machine import ClientMachine, ClientState
 from anyengine.protocol.engine_machine import EngineMachine, EngineState
 from anyengine.protocol.handshake import Hello, Progress, Ready
@@ -13,7 +14,8 @@ from anyengine.protocol.messages import PROTOCOL_VERSION
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
-from anyengine.types import EngineInfo, SamplingParams
+from anyengine.protocol.sampling import NO_OPTIONS
+from anyengine.types import EngineInfo
 
 TOKEN = b"sixteen bytes...."
 SESSION = 2**64 - 3
@@ -33,8 +35,8 @@ def client_in(state: ClientState) -> ClientMachine[str]:
     if state is ClientState.LOADING:
         return machine
     machine.receive(frames_of(Ready(INFO)))
-    machine.add([1, 2, 3], None, SamplingParams(), "request 1")
-    machine.add([1, 2, 3], None, SamplingParams(), "request 2")
+    machine.add([[1, 2, 3]], None, SamplingParams(), NO_OPTIONS, "request 1")
+    machine.add([[1, 2, 3]], None, SamplingParams(), NO_OPTIONS, "request 2")
     machine.call("method", [], "call 0")
     machine.abort([2])
     if state is ClientState.SERVING:
@@ -58,8 +60,8 @@ def engine_in(state: EngineState) -> EngineMachine:
     if state is EngineState.LOADING:
         return machine
     machine.ready(INFO)
-    machine.receive(frames_of(Add(1, [1, 2, 3], None, SamplingParams())))
-    machine.receive(frames_of(Add(2, [1, 2, 3], None, SamplingParams())))
+    machine.receive(frames_of(Add(1, [[1, 2, 3]], None, SamplingParams(), NO_OPTIONS)))
+    machine.receive(frames_of(Add(2, [[1, 2, 3]], None, SamplingParams(), NO_OPTIONS)))
     machine.receive(frames_of(Utility(0, "method", [])))
     machine.outputs(1, StepOutputs([1], [7]))
     machine.release(1, [2])
@@ -103,7 +105,7 @@ def messages_to_client(sequence: int = 0) -> dict[str, Any]:
 def messages_to_engine() -> dict[str, Any]:
     """One good message of each kind for :func:`engine_in`."""
     return {
-        "ADD": Add(5, [1, 2, 3], None, SamplingParams(max_tokens=5, stop_token_ids=[1], extra={"a": 1})),
+        "ADD": Add(5, [[1, 2, 3]], None, SamplingParams(max_tokens=5, stop_token_ids=[1], extra={"a": 1}), NO_OPTIONS),
         "ABORT": Abort([1, 2, 77]),
         "UTILITY": Utility(1, "method", [1, {"a": [None, 2.5]}]),
         "INIT": Init(PROTOCOL_VERSION, SESSION, "ipc:///x", "a:B", {"argument": 1}),

@@ -15,13 +15,15 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
 from anyengine.protocol.arrays import from_value
 from anyengine.protocol.bootstrap import Bootstrap, CurveKeys
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.outputs import FINISH_REASONS, OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
-from anyengine.types import EngineInfo, SamplingParams, StructuredOutputs
+from anyengine.protocol.sampling import NO_OPTIONS
+from anyengine.types import EngineInfo
 
 THOROUGHNESS = int(os.environ.get("ANYENGINE_THOROUGHNESS", "1"))
 """How many times as many examples as usual."""
@@ -162,7 +164,26 @@ columns_u32 = st.lists(u32, max_size=6) | st.lists(u32, max_size=6).map(lambda v
 columns_u64 = st.lists(u64, max_size=6) | st.lists(u64, max_size=6).map(lambda values: array("Q", values))
 matrices = arrays(st.tuples(st.integers(1, 3), st.integers(1, 3)))
 
-adds = st.builds(Add, u64, columns_u32, st.none(), sampling()) | st.builds(Add, u64, st.none(), matrices, sampling())
+filled = texts.filter(bool)
+options = st.builds(
+    RequestOptions,
+    priority=st.integers(-(2**31), 2**31 - 1),
+    cache_salt=st.none() | filled,
+    lora=st.none() | st.builds(LoRARequest, lora_name=filled, lora_int_id=st.integers(1, 2**32 - 1), lora_path=filled),
+    pooling=st.none()
+    | st.builds(
+        PoolingParams,
+        task=texts,
+        dimensions=st.none() | st.integers(1, 2**32 - 1),
+        use_activation=st.none() | st.booleans(),
+    ),
+)
+no_options = st.just(NO_OPTIONS) | options
+first_handles = st.integers(0, 2**64 - 5)
+prompts = st.lists(columns_u32, min_size=1, max_size=4)
+adds = st.builds(Add, first_handles, prompts, st.none(), sampling(), no_options) | st.builds(
+    Add, u64, st.none(), matrices, sampling(), no_options
+)
 aborts = st.builds(Abort, columns_u64)
 utilities = st.builds(Utility, u64, texts, st.lists(values(), max_size=3) | st.tuples(values()))
 inits = st.builds(
@@ -192,6 +213,7 @@ infos = st.builds(
     data_parallel_size=st.integers(1, 100),
     supported_tasks=st.lists(texts, max_size=3),
     sampling_parameters=st.lists(names, max_size=3).map(tuple),
+    request_options=st.lists(names, max_size=3),
     prompt_embeds=st.booleans(),
     utilities=st.lists(names, max_size=3),
 )
@@ -276,7 +298,7 @@ def canonical(value: Any) -> Any:
             name: ("number", item + 0) if type(item) in (int, float) else canonical(item)
             for name, item in fields.items()
         }
-    if isinstance(value, OutputDetails | StructuredOutputs | EngineInfo):
+    if isinstance(value, OutputDetails | StructuredOutputs | EngineInfo | RequestOptions | LoRARequest | PoolingParams):
         return type(value).__name__, {name: canonical(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):
         return {canonical(key): canonical(item) for key, item in value.items()}

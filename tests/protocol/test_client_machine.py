@@ -24,6 +24,7 @@ from tests.protocol.machines import (
 from tests.protocol.strategies import arrived
 
 from anyengine.errors import ProtocolError, UnencodableError
+from anyengine.params import SamplingParams
 from anyengine.protocol.client_machine import (
     CallAnswered,
     ClientMachine,
@@ -41,7 +42,7 @@ from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Outputs, Pong, Stats, UtilityResult
-from anyengine.types import SamplingParams
+from anyengine.protocol.sampling import NO_OPTIONS
 
 FINISHED = OutputDetails(finish_reason="stop", stop_reason=7)
 ABORTED = OutputDetails(finish_reason="abort")
@@ -54,7 +55,7 @@ def serving(requests: int = 0) -> ClientMachine[Any]:
     machine.init(output_address="", path="a:B", arguments={})
     machine.receive(frames_of(Ready(INFO)))
     for index in range(requests):
-        machine.add([1], None, SamplingParams(), "abcdefgh"[index])
+        machine.add([[1]], None, SamplingParams(), NO_OPTIONS, "abcdefgh"[index])
     return machine
 
 
@@ -170,7 +171,7 @@ def test_nothing_is_delivered_after_an_abort_but_the_release() -> None:
     late = engine.step((1, [6], None), (2, [6], None))
     assert (seen(late), late.released) == ([("b", [6], None)], [])
     released = engine.step((1, [], ABORTED))
-    assert (seen(released), released.released) == ([], ["a"])
+    assert (seen(released), released.released) == ([], [(1, "a")])
     again = engine.step((1, [], ABORTED))
     assert (seen(again), again.released) == ([], [])
     assert machine.aborting == {}
@@ -181,7 +182,7 @@ def test_an_abort_that_crosses_the_last_row_is_released_by_it() -> None:
     engine = Engine(machine)
     machine.abort([1])
     event = engine.step((1, [6], FINISHED))
-    assert (seen(event), event.released) == ([], ["a"])
+    assert (seen(event), event.released) == ([], [(1, "a")])
     assert snapshot(machine) == (ClientState.SERVING, {}, {}, {})
 
 
@@ -207,7 +208,10 @@ def test_handles_come_from_the_counter_that_the_engines_share() -> None:
     machines = [serving(), serving()]
     for machine in machines:
         machine._handles = handles
-    assert [machine.add([1], None, SamplingParams(), "x")[0] for machine in (*machines, *machines)] == [7, 8, 9, 10]
+    drawn = [machine.add([[1]], None, SamplingParams(), NO_OPTIONS, "x")[0] for machine in (*machines, *machines)]
+    assert drawn == [range(7, 8), range(8, 9), range(9, 10), range(10, 11)]
+    assert machines[0].add([[1], [2, 3], [4]], None, SamplingParams(), NO_OPTIONS, "y")[0] == range(11, 14)
+    assert [machines[0].requests[handle] for handle in (11, 12, 13)] == ["y"] * 3
 
 
 @pytest.mark.parametrize("ending", ["finish", "abort", "died"])
@@ -219,7 +223,7 @@ def test_the_machine_keeps_no_owner_alive_whose_request_has_ended(ending: str) -
     engine = Engine(machine)
     owners = [Owner(), Owner()]
     for owner in owners:
-        machine.add([1], None, SamplingParams(), owner)
+        machine.add([[1]], None, SamplingParams(), NO_OPTIONS, owner)
     engine.step((1, [1], None), (2, [1], None))
     engine.step((1, [1], None), (2, [1], None))
     watched = weakref.ref(owners[0])
@@ -384,8 +388,8 @@ def test_what_cannot_travel_leaves_the_machine_as_it_was(state: ClientState) -> 
         [lambda: machine.init(output_address="", path="a:B", arguments={"x": object()})]
         if state is ClientState.GREETED
         else [
-            lambda: machine.add([1], None, SamplingParams(extra={"x": {1}}), "owner"),
-            lambda: machine.add(None, object(), SamplingParams(), "owner"),
+            lambda: machine.add([[1]], None, SamplingParams(extra={"x": {1}}), NO_OPTIONS, "owner"),
+            lambda: machine.add(None, object(), SamplingParams(), NO_OPTIONS, "owner"),
             lambda: machine.call("method", [lambda: None], "owner"),
             lambda: machine.call("\ud800", [], "owner"),
         ]
@@ -396,7 +400,7 @@ def test_what_cannot_travel_leaves_the_machine_as_it_was(state: ClientState) -> 
     for tokens in ([-1], [2**32], ["text"], 5):
         if state is ClientState.SERVING:
             with pytest.raises((OverflowError, TypeError)):
-                machine.add(tokens, None, SamplingParams(), "owner")  # type: ignore[arg-type]
+                machine.add([tokens], None, SamplingParams(), NO_OPTIONS, "owner")  # type: ignore[arg-type]
     assert {name: value for name, value in vars(machine).items() if name != "_handles"} == before
     assert snapshot(machine) == tables
 
@@ -408,7 +412,7 @@ def test_a_ping_says_how_many_messages_were_sent_before_it() -> None:
         return decode_from_client(arrived(machine.ping())).sent
 
     assert sent() == 0
-    handle, _ = machine.add([1], None, SamplingParams(), "a")
+    (handle,), _ = machine.add([[1]], None, SamplingParams(), NO_OPTIONS, "a")
     assert sent() == sent() == 1
     machine.call("method", [], "b")
     assert sent() == 2

@@ -11,6 +11,7 @@ from tests.protocol.machines import INFO, RANK, SESSION, TOKEN, engine_in, frame
 from tests.protocol.strategies import arrived
 
 from anyengine.errors import ProtocolError, UnencodableError
+from anyengine.params import SamplingParams
 from anyengine.protocol.engine_machine import (
     AbortReceived,
     CallMalformed,
@@ -26,11 +27,11 @@ from anyengine.protocol.engine_machine import (
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs
 from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
-from anyengine.types import SamplingParams
+from anyengine.protocol.sampling import NO_OPTIONS
 
 
 def add(handle: int) -> list[bytes | memoryview]:
-    return frames_of(Add(handle, [1, 2], None, SamplingParams()))
+    return frames_of(Add(handle, [[1, 2]], None, SamplingParams(), NO_OPTIONS))
 
 
 def sent(frames: Any) -> Any:
@@ -60,7 +61,7 @@ def test_replies_repeat_the_session_and_count() -> None:
     replies = [
         sent(machine.outputs(1, StepOutputs([1], [5]))),
         sent(machine.release(1, [1])),
-        sent(machine.refuse(1, 9, "no")),
+        sent(machine.refuse(1, [9], "no")),
         sent(machine.answer(0, "value")),
         sent(machine.stats({"running": 1})),
         sent(machine.pong(1)),
@@ -74,7 +75,7 @@ def test_a_request_is_live_until_its_last_row() -> None:
     machine = engine_in(EngineState.SERVING)
     event = machine.receive(add(8))
     assert isinstance(event, RequestReceived)
-    assert event.message.handle == 8
+    assert event.message.handles == range(8, 9)
     assert machine.live == {1, 8}
     machine.outputs(1, StepOutputs([8, 1], [5, 5], None, {0: OutputDetails(stop_reason=3)}))
     assert machine.live == {1, 8}
@@ -87,7 +88,7 @@ def test_a_request_whose_handle_is_live_is_refused_and_the_live_one_goes_on() ->
     with pytest.raises(ProtocolError, match="came twice"):
         machine.receive(add(1))
     with pytest.raises(ProtocolError):
-        machine.receive([b"\x00", cbor2.dumps([1, b"cut", None, {}])])
+        machine.receive([b"\x00", cbor2.dumps([1, None, b"cut", None, {}, {}])])
     assert machine.live == {1}
 
 
@@ -105,7 +106,7 @@ def test_an_abort_gives_the_live_ones_once_each_and_nothing_if_there_are_none() 
 def test_a_refused_request_gets_one_last_row_that_says_why() -> None:
     machine = engine_in(EngineState.SERVING)
     machine.receive(add(8))
-    refused = sent(machine.refuse(3, 8, "too long \udcff"))
+    refused = sent(machine.refuse(3, [8], "too long \udcff"))
     ((handle, tokens, more),) = refused.outputs.rows()
     assert (handle, list(tokens), more.finish_reason, more.error) == (8, [], "error", "too long \\udcff")
     assert machine.live == {1}
@@ -119,26 +120,43 @@ def test_calls_pings_and_shutdowns_come_as_events() -> None:
 
 
 BAD_ADDS: dict[str, Any] = {
-    "neither tokens nor embeddings": [9, None, None, {}],
-    "tokens and embeddings": [9, b"", cbor2.CBORTag(41440, ["numpy", "|u1", [1, 1], b"a"]), {}],
-    "tokens cut": [9, b"abc", None, {}],
-    "tokens in a buffer that is not there": [9, 0, None, {}],
-    "a tensor that disagrees with its bytes": [9, None, cbor2.CBORTag(41440, ["torch", "int8", [2, 2], b"abc"]), {}],
-    "an unknown parameter": [9, b"", None, {"temprature": 1}],
-    "an impossible parameter": [9, b"", None, {"top_p": 2}],
-    "a parameter of the wrong type": [9, b"", None, {"max_tokens": "5"}],
-    "a bool for a number": [9, b"", None, {"max_tokens": True}],
-    "a parameter that is not a name": [9, b"", None, {5: 5}],
-    "null for a default": [9, b"", None, {"seed": None}],
-    "NaN": [9, b"", None, {"temperature": float("nan")}],
-    "two shapes at once": [9, b"", None, {"structured_outputs": {"regex": "a", "grammar": "b"}}],
-    "no shape": [9, b"", None, {"structured_outputs": {}}],
-    "a shape that is not a map": [9, b"", None, {"structured_outputs": 5}],
-    "a shape of the wrong type": [9, b"", None, {"structured_outputs": {"regex": 5}}],
-    "choices that are not strings": [9, b"", None, {"structured_outputs": {"choice": ["a", 1]}}],
-    "a shape with a number for a name": [9, b"", None, {"structured_outputs": {5: "a"}}],
-    "sampling that is not a map": [9, b"", None, []],
-    "a field too few": [9, b"", None],
+    "neither tokens nor embeddings": [9, None, None, None, {}, {}],
+    "tokens and embeddings": [9, None, b"", cbor2.CBORTag(41440, ["numpy", "|u1", [1, 1], b"a"]), {}, {}],
+    "tokens cut": [9, None, b"abc", None, {}, {}],
+    "tokens in a buffer that is not there": [9, None, 0, None, {}, {}],
+    "a tensor that disagrees with its bytes": [
+        9,
+        None,
+        None,
+        cbor2.CBORTag(41440, ["torch", "int8", [2, 2], b"abc"]),
+        {},
+        {},
+    ],
+    "an unknown parameter": [9, None, b"", None, {"temprature": 1}, {}],
+    "an impossible parameter": [9, None, b"", None, {"top_p": 2}, {}],
+    "a parameter of the wrong type": [9, None, b"", None, {"max_tokens": "5"}, {}],
+    "a bool for a number": [9, None, b"", None, {"max_tokens": True}, {}],
+    "a parameter that is not a name": [9, None, b"", None, {5: 5}, {}],
+    "null for a default": [9, None, b"", None, {"seed": None}, {}],
+    "NaN": [9, None, b"", None, {"temperature": float("nan")}, {}],
+    "two shapes at once": [9, None, b"", None, {"structured_outputs": {"regex": "a", "grammar": "b"}}, {}],
+    "no shape": [9, None, b"", None, {"structured_outputs": {}}, {}],
+    "a shape that is not a map": [9, None, b"", None, {"structured_outputs": 5}, {}],
+    "a shape of the wrong type": [9, None, b"", None, {"structured_outputs": {"regex": 5}}, {}],
+    "choices that are not strings": [9, None, b"", None, {"structured_outputs": {"choice": ["a", 1]}}, {}],
+    "a shape with a number for a name": [9, None, b"", None, {"structured_outputs": {5: "a"}}, {}],
+    "sampling that is not a map": [9, None, b"", None, [], {}],
+    "a field too few": [9, None, b"", None, {}],
+    "lengths that are not those of the tokens": [9, b"\1\0\0\0", b"", None, {}, {}],
+    "lengths cut": [9, b"\1", b"\1\0\0\0", None, {}, {}],
+    "lengths of embeddings": [9, b"\1\0\0\0", None, cbor2.CBORTag(41440, ["torch", "int8", [1, 1], b"a"]), {}, {}],
+    "an unknown option": [9, None, b"", None, {}, {"prio": 1}],
+    "an impossible option": [9, None, b"", None, {}, {"priority": 2**40}],
+    "an option of the wrong type": [9, None, b"", None, {}, {"cache_salt": 1}],
+    "null for a default option": [9, None, b"", None, {}, {"lora": None}],
+    "half an adapter": [9, None, b"", None, {}, {"lora": {"lora_name": "a"}}],
+    "pooling with null": [9, None, b"", None, {}, {"pooling": {"dimensions": None}}],
+    "options that are not a map": [9, None, b"", None, {}, []],
     "a field too many": [9, b"", None, {}, None],
 }
 
@@ -148,10 +166,10 @@ def test_a_malformed_request_fails_alone(body: Any) -> None:
     machine = engine_in(EngineState.SERVING)
     event = machine.receive([b"\x00", cbor2.dumps(body)])
     assert isinstance(event, RequestMalformed)
-    assert event.handle == 9
+    assert event.handles == range(9, 10)
     assert event.problem
     assert machine.live == {1, 9}
-    row = sent(machine.refuse(1, event.handle, event.problem)).outputs.details[0]
+    row = sent(machine.refuse(1, event.handles, event.problem)).outputs.details[0]
     assert (row.finish_reason, row.error) == ("error", event.problem)
     assert machine.live == {1}
     assert machine.receive(frames_of(Ping(4))) == PingReceived(), "it counts as a message that came"

@@ -24,6 +24,7 @@ from tests.protocol.machines import (
 from tests.protocol.strategies import THOROUGHNESS, arrived, examples
 
 from anyengine.errors import ProtocolError
+from anyengine.params import SamplingParams, StructuredOutputs
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_machine import ClientMachine, ClientState
 from anyengine.protocol.engine_machine import EngineMachine, EngineState
@@ -31,7 +32,7 @@ from anyengine.protocol.messages import decode_from_client, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs
 from anyengine.protocol.replies import Outputs, UtilityResult
 from anyengine.protocol.requests import Add, Init, Utility
-from anyengine.types import SamplingParams, StructuredOutputs
+from anyengine.protocol.sampling import NO_OPTIONS
 
 DECODERS: dict[Direction, Callable[..., Any]] = {"to_engine": decode_from_client, "to_client": decode_from_engine}
 DIRECTIONS: list[Direction] = ["to_engine", "to_client"]
@@ -55,8 +56,8 @@ RICH_DETAILS = OutputDetails(
 LARGE_ARRAY = numpy.zeros(2**17, dtype="u1")
 LARGE: dict[Direction, list[Any]] = {
     "to_engine": [
-        Add(5, range(20000), None, RICH_SAMPLING),
-        Add(5, None, numpy.zeros((200, 200)), SamplingParams(extra={"a": LARGE_ARRAY})),
+        Add(5, [range(20000)], None, RICH_SAMPLING, NO_OPTIONS),
+        Add(5, None, numpy.zeros((200, 200)), SamplingParams(extra={"a": LARGE_ARRAY}), NO_OPTIONS),
         Utility(1, "method", [LARGE_ARRAY, torch.zeros(2**15), LARGE_ARRAY]),
         Init(1, SESSION, "ipc:///x", "a:B", {"array": LARGE_ARRAY}),
     ],
@@ -70,8 +71,14 @@ STRATEGIES = {"to_engine": strategies.to_engine, "to_client": strategies.to_clie
 SAMPLES: dict[Direction, list[Any]] = {
     "to_engine": [
         *messages_to_engine().values(),
-        Add(5, [1], None, RICH_SAMPLING),
-        Add(5, None, torch.zeros(2, 3), SamplingParams(structured_outputs=StructuredOutputs(json={"a": [1]}))),
+        Add(5, [[1]], None, RICH_SAMPLING, NO_OPTIONS),
+        Add(
+            5,
+            None,
+            torch.zeros(2, 3),
+            SamplingParams(structured_outputs=StructuredOutputs(json={"a": [1]})),
+            NO_OPTIONS,
+        ),
     ],
     "to_client": [
         *messages_to_client().values(),

@@ -27,6 +27,7 @@ from tests.protocol.machines import INFO, RANK, SESSION, TOKEN
 from tests.protocol.strategies import THOROUGHNESS, arrived
 
 from anyengine.errors import ProtocolError, UnencodableError
+from anyengine.params import SamplingParams
 from anyengine.protocol import client_machine as client_side
 from anyengine.protocol import engine_machine as engine_side
 from anyengine.protocol.client_machine import ClientMachine, ClientState
@@ -35,7 +36,7 @@ from anyengine.protocol.messages import MessageLostError, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Ping
-from anyengine.types import SamplingParams
+from anyengine.protocol.sampling import NO_OPTIONS
 
 Message = list[bytes | memoryview]
 Row = tuple[int, list[int], OutputDetails | None]
@@ -116,7 +117,7 @@ class Link(RuleBasedStateMachine):
             self.dealer.append(arrived(self.engine.ready(INFO)))
             self.all_arrives()
             for _ in range(requests):
-                self.add(malformed=False)
+                self.add(malformed=False, count=1)
                 self.call(malformed=False)
             self.all_arrives()
 
@@ -141,14 +142,16 @@ class Link(RuleBasedStateMachine):
     # ---- the client's application ----
 
     @precondition(lambda self: self.client.state is ClientState.SERVING)
-    @rule(malformed=st.sampled_from([False, False, False, True]))
-    def add(self, malformed: bool) -> None:
+    @rule(malformed=st.sampled_from([False, False, False, True]), count=st.sampled_from([1, 1, 3]))
+    def add(self, malformed: bool, count: int) -> None:
+        # Requests that come together have one owner in the machine; here each handle is asked about on its own.
         waiter = Waiter(f"request {len(self.requests)}")
-        handle, frames = self.client.add([1, 2], None, SamplingParams(), waiter)
-        assert handle not in self.requests
-        self.requests[handle] = waiter
+        handles, frames = self.client.add([[1, 2]] * count, None, SamplingParams(), NO_OPTIONS, waiter)
+        assert len(handles) == count and not self.requests.keys() & set(handles)
+        for handle in handles:
+            self.requests[handle] = self.client.requests[handle] = Waiter(f"request {handle}")
         if malformed:
-            frames[1] = bytes(frames[1])[:-1] + b"\xa1\x61x\x01"  # an unknown sampling parameter
+            frames[1] = bytes(frames[1])[:-1] + b"\xa1\x61x\x01"  # an unknown option
         self.client_sends(frames)
 
     @precondition(lambda self: self.client.state in UP)
@@ -216,12 +219,13 @@ class Link(RuleBasedStateMachine):
     def engine_handles(self, event: Any) -> None:
         match event:
             case engine_side.RequestReceived(message):
-                assert message.handle not in self.running
-                self.running.append(message.handle)
-                self.generated[message.handle] = []
-            case engine_side.RequestMalformed(handle, problem):
-                self.generated[handle] = []
-                self.engine_pushes(self.engine.refuse(self.steps, handle, problem))
+                for handle in message.handles:
+                    assert handle not in self.running
+                    self.running.append(handle)
+                    self.generated[handle] = []
+            case engine_side.RequestMalformed(handles, problem):
+                self.generated |= {handle: [] for handle in handles}
+                self.engine_pushes(self.engine.refuse(self.steps, handles, problem))
             case engine_side.AbortReceived(handles):
                 self.release(list(handles))
             case engine_side.CallReceived(call_id, _, _):
@@ -367,7 +371,7 @@ class Link(RuleBasedStateMachine):
         rows = zip(event.owners, event.outputs.rows(), strict=True)
         got = [(owner, list(tokens), None if more is None else more.finish_reason) for owner, (_, tokens, more) in rows]
         assert got == expected
-        assert list(event.released) == released
+        assert [waiter for _, waiter in event.released] == released
         for waiter, tokens, reason in expected:
             waiter.take(tokens)
             if reason is not None:

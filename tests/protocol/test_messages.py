@@ -19,6 +19,7 @@ from tests.protocol.cddl import validate_message, validate_record
 from tests.protocol.strategies import arrived, canonical, examples
 
 from anyengine.errors import ProtocolError, UnencodableError
+from anyengine.params import SamplingParams, StructuredOutputs
 from anyengine.protocol.arrays import INLINE_LIMIT
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.handshake import Progress, Ready
@@ -26,7 +27,8 @@ from anyengine.protocol.messages import decode_from_client, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Outputs, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Init, Utility
-from anyengine.types import EngineInfo, SamplingParams, StructuredOutputs
+from anyengine.protocol.sampling import NO_OPTIONS
+from anyengine.types import EngineInfo
 
 offsets = st.integers(0, 17)
 
@@ -84,7 +86,7 @@ def test_what_an_engine_sends_arrives_equal_and_follows_the_schema(kind: str, da
 )
 def test_large_and_small_arrays_in_one_message_keep_their_places(arrays: list[Any], extra: int, offset: int) -> None:
     sampling = SamplingParams(extra={"a": arrays[0], "bytes": bytes(extra)})
-    add = Add(1, None, numpy.ones((200, 300), dtype="<f8"), sampling)
+    add = Add(1, None, numpy.ones((200, 300), dtype="<f8"), sampling, NO_OPTIONS)
     assert canonical(round_trip_to_engine(add, offset)) == canonical(add)
     call = Utility(2, "method", [arrays, {"again": arrays}])
     assert canonical(round_trip_to_engine(call, offset)) == canonical(call)
@@ -105,8 +107,8 @@ def test_large_and_small_arrays_in_one_message_keep_their_places(arrays: list[An
 def test_columns_travel_in_the_body_or_in_buffers(rows: int, offset: int) -> None:
     outputs = Outputs(1, 2, 3, strategies.large_step(rows))
     assert canonical(round_trip_to_client(outputs, offset)) == canonical(outputs)
-    add = Add(1, range(rows), None, SamplingParams())
-    assert canonical(round_trip_to_engine(add, offset).prompt_token_ids) == canonical(list(range(rows)))
+    add = Add(1, [range(rows)], None, SamplingParams(), NO_OPTIONS)
+    assert canonical(round_trip_to_engine(add, offset).prompts[0]) == canonical(list(range(rows)))
     abort = Abort(range(rows))
     assert canonical(round_trip_to_engine(abort, offset).handles) == canonical(list(range(rows)))
 
@@ -131,8 +133,8 @@ def test_a_column_of_another_width_is_converted_and_not_taken_for_bytes(column: 
     outputs = round_trip_to_client(Outputs(1, 2, 3, StepOutputs(column, column)))
     assert list(outputs.outputs.handles) == [1, 2**32 - 1]
     assert list(outputs.outputs.token_ids) == [1, 2**32 - 1]
-    add = round_trip_to_engine(Add(1, column, None, SamplingParams()))
-    assert list(add.prompt_token_ids) == [1, 2**32 - 1]
+    add = round_trip_to_engine(Add(1, [column], None, SamplingParams(), NO_OPTIONS))
+    assert list(add.prompts[0]) == [1, 2**32 - 1]
 
 
 @pytest.mark.parametrize("column", [[-1], [2**64], array("b", [-1]), [1.5], ["1"]], ids=repr)
@@ -142,12 +144,14 @@ def test_a_column_that_holds_something_else_is_refused_where_it_is_encoded(colum
 
 
 def test_nothing_but_what_differs_from_its_default_travels_as_sampling_parameter() -> None:
-    assert len(Add(1, [1], None, SamplingParams()).encode()[1]) == len(b"\x84\x01\x44\1\0\0\0\xf6\xa0")
+    assert len(Add(1, [[1]], None, SamplingParams(), NO_OPTIONS).encode()[1]) == len(
+        b"\x86\x01\xf6\x44\1\0\0\0\xf6\xa0\xa0"
+    )
 
 
 def test_numbers_that_are_subclasses_of_float_travel_as_sampling_parameters() -> None:
     sampling = SamplingParams(temperature=numpy.float64(0.25), logit_bias={1: numpy.float64(0.5)})
-    received = round_trip_to_engine(Add(1, [1], None, sampling)).sampling
+    received = round_trip_to_engine(Add(1, [[1]], None, sampling, NO_OPTIONS)).sampling
     assert received.temperature == 0.25
     assert type(received.temperature) is float
 
@@ -168,7 +172,7 @@ class Size(IntEnum):
     ids=["max_tokens", "seed", "logit_bias"],
 )
 def test_numbers_that_are_subclasses_of_int_travel_as_sampling_parameters(sampling: SamplingParams) -> None:
-    received = round_trip_to_engine(Add(1, [1], None, sampling)).sampling
+    received = round_trip_to_engine(Add(1, [[1]], None, sampling, NO_OPTIONS)).sampling
     assert received == sampling
     assert type(received.max_tokens) is int
 
@@ -176,7 +180,7 @@ def test_numbers_that_are_subclasses_of_int_travel_as_sampling_parameters(sampli
 def test_a_json_schema_may_be_any_mapping() -> None:
     schema = MappingProxyType({"type": "object", "required": ("a",)})
     sampling = SamplingParams(structured_outputs=StructuredOutputs(json=schema), extra=MappingProxyType({"a": schema}))
-    received = round_trip_to_engine(Add(1, [1], None, sampling)).sampling
+    received = round_trip_to_engine(Add(1, [[1]], None, sampling, NO_OPTIONS)).sampling
     assert received.structured_outputs == StructuredOutputs(json={"type": "object", "required": ["a"]})
     assert received.extra == {"a": {"type": "object", "required": ["a"]}}
 
@@ -317,6 +321,6 @@ def test_a_request_may_not_have_two_rows_in_the_step_that_ends_it() -> None:
 
 @pytest.mark.parametrize("embeds", ["text", [1.0, 2.0], numpy.zeros(3), torch.zeros(1, 2, 3), {"a": 1}], ids=repr)
 def test_prompt_embeddings_that_are_no_matrix_are_refused(embeds: Any) -> None:
-    frames = Add(1, None, embeds, SamplingParams()).encode()
+    frames = Add(1, None, embeds, SamplingParams(), NO_OPTIONS).encode()
     with pytest.raises(ProtocolError, match="tokens x hidden size"):
         decode_from_client(arrived(frames))

@@ -13,13 +13,13 @@ from tests.protocol import cddl, strategies
 from tests.protocol.cddl import RULES, SCHEMA, Direction, SchemaViolation, validate_message, validate_record
 from tests.protocol.machines import messages_to_client, messages_to_engine
 
+from anyengine.params import SamplingParams
 from anyengine.protocol import arrays, cbor, messages, outputs
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.messages import PROTOCOL_VERSION
 from anyengine.protocol.replies import Outputs
 from anyengine.protocol.requests import Add, Utility
-from anyengine.protocol.sampling import _DEFAULTS
-from anyengine.types import SamplingParams
+from anyengine.protocol.sampling import _DEFAULTS, NO_OPTIONS
 
 TEXT = SCHEMA.read_text()
 
@@ -77,27 +77,35 @@ def test_a_message_with_a_field_too_few_or_too_many_violates_the_schema(directio
 
 TAG = cbor.ARRAY_TAG
 WRONG: list[tuple[str, Any]] = [
-    ("add", [-1, b"", None, {}]),
-    ("add", [1, "text", None, {}]),
-    ("add", [1, None, None, {}]),
-    ("add", [1, b"", cbor2.CBORTag(TAG, ["numpy", "|u1", [1, 1], b"a"]), {}]),
-    ("add", [1, None, cbor2.CBORTag(TAG, ["numpy", "|u1", [1], b"a"]), {}]),
-    ("add", [1, None, cbor2.CBORTag(TAG + 1, ["numpy", "|u1", [1, 1], b"a"]), {}]),
-    ("add", [1, b"", None, {"temprature": 1}]),
-    ("add", [1, b"", None, {"temperature": -1}]),
-    ("add", [1, b"", None, {"top_p": 0}]),
-    ("add", [1, b"", None, {"top_p": 1.5}]),
-    ("add", [1, b"", None, {"max_tokens": 0}]),
-    ("add", [1, b"", None, {"max_tokens": 2**32}]),
-    ("add", [1, b"", None, {"max_tokens": 1.0}]),
-    ("add", [1, b"", None, {"seed": None}]),
-    ("add", [1, b"", None, {"seed": 2**63}]),
-    ("add", [1, b"", None, {"stop_token_ids": [1]}]),
-    ("add", [1, b"", None, {"allowed_token_ids": b""}]),
-    ("add", [1, b"", None, {"logit_bias": {"1": 1}}]),
-    ("add", [1, b"", None, {"structured_outputs": {"json": "{}", "regex": "a"}}]),
-    ("add", [1, b"", None, {"structured_outputs": {}}]),
-    ("add", [1, b"", None, {"extra": {1: 1}}]),
+    ("add", [-1, None, b"", None, {}, {}]),
+    ("add", [1, None, "text", None, {}, {}]),
+    ("add", [1, None, None, None, {}, {}]),
+    ("add", [1, None, b"", cbor2.CBORTag(TAG, ["numpy", "|u1", [1, 1], b"a"]), {}, {}]),
+    ("add", [1, None, None, cbor2.CBORTag(TAG, ["numpy", "|u1", [1], b"a"]), {}, {}]),
+    ("add", [1, None, None, cbor2.CBORTag(TAG + 1, ["numpy", "|u1", [1, 1], b"a"]), {}, {}]),
+    ("add", [1, None, b"", None, {"temprature": 1}, {}]),
+    ("add", [1, None, b"", None, {"temperature": -1}, {}]),
+    ("add", [1, None, b"", None, {"top_p": 0}, {}]),
+    ("add", [1, None, b"", None, {"top_p": 1.5}, {}]),
+    ("add", [1, None, b"", None, {"max_tokens": 0}, {}]),
+    ("add", [1, None, b"", None, {"max_tokens": 2**32}, {}]),
+    ("add", [1, None, b"", None, {"max_tokens": 1.0}, {}]),
+    ("add", [1, None, b"", None, {"seed": None}, {}]),
+    ("add", [1, None, b"", None, {"seed": 2**63}, {}]),
+    ("add", [1, None, b"", None, {"stop_token_ids": [1]}, {}]),
+    ("add", [1, None, b"", None, {"allowed_token_ids": b""}, {}]),
+    ("add", [1, None, b"", None, {"logit_bias": {"1": 1}}, {}]),
+    ("add", [1, None, b"", None, {"structured_outputs": {"json": "{}", "regex": "a"}}, {}]),
+    ("add", [1, None, b"", None, {"structured_outputs": {}}, {}]),
+    ("add", [1, None, b"", None, {"extra": {1: 1}}, {}]),
+    ("add", [1, None, b"", None, {}, {"prio": 1}]),
+    ("add", [1, None, b"", None, {}, {"priority": 2**31}]),
+    ("add", [1, None, b"", None, {}, {"priority": 1.0}]),
+    ("add", [1, None, b"", None, {}, {"cache_salt": ""}]),
+    ("add", [1, None, b"", None, {}, {"lora": {"lora_name": "a", "lora_int_id": 0, "lora_path": "/a"}}]),
+    ("add", [1, None, b"", None, {}, {"lora": {"lora_name": "a", "lora_int_id": 1}}]),
+    ("add", [1, None, b"", None, {}, {"pooling": {"dimensions": None}}]),
+    ("add", [1, b"", None, cbor2.CBORTag(TAG, ["numpy", "|u1", [1, 1], b"a"]), {}, {}]),
     ("utility", [1, "method", {}]),
     ("utility", [1, "method", [cbor2.undefined]]),
     ("utility", [1, "method", [{b"key": 1}]]),
@@ -176,9 +184,9 @@ def test_frames_that_do_not_belong_together_violate_the_schema() -> None:
     validate_message(step, "to_client")
     with pytest.raises(SchemaViolation, match="no multiple of 8"):
         validate_message([*step[:2], step[2][:-1], *step[3:]], "to_client")
-    add = Add(1, range(3), None, SamplingParams()).encode()
+    add = Add(1, [range(3)], None, SamplingParams(), NO_OPTIONS).encode()
     with pytest.raises(SchemaViolation, match="no multiple of 4"):
-        validate_message([add[0], cbor2.dumps([1, b"abc", None, {}])], "to_engine")
+        validate_message([add[0], cbor2.dumps([1, None, b"abc", None, {}, {}])], "to_engine")
 
 
 def test_the_exception_record_of_a_crash_follows_the_schema() -> None:

@@ -20,11 +20,12 @@ from tests.protocol.machines import (
 )
 
 from anyengine.errors import ProtocolError
+from anyengine.params import SamplingParams
 from anyengine.protocol import client_machine, engine_machine
 from anyengine.protocol.client_machine import ClientInput, ClientMachine, ClientState
 from anyengine.protocol.engine_machine import EngineInput, EngineMachine, EngineState
 from anyengine.protocol.outputs import StepOutputs
-from anyengine.types import SamplingParams
+from anyengine.protocol.sampling import NO_OPTIONS
 
 Act = Callable[[Any], Any]
 
@@ -48,7 +49,7 @@ CLIENT_ACTS: dict[ClientInput, dict[str, Act]] = {
     ClientInput.LAST_MESSAGE: {name: _message(name) for name in ("ENGINE_CORE_DEAD", "GOODBYE")},
     ClientInput.INIT: {"init": lambda machine: machine.init(output_address="ipc:///y", path="a:B", arguments={"x": 1})},
     ClientInput.REQUEST: {
-        "add": lambda machine: machine.add([1], None, SamplingParams(), "another"),
+        "add": lambda machine: machine.add([[1]], None, SamplingParams(), NO_OPTIONS, "another"),
         "call": lambda machine: machine.call("method", [1], "another"),
         "ping": lambda machine: machine.ping(),
     },
@@ -72,7 +73,7 @@ ENGINE_ACTS: dict[EngineInput, dict[str, Act]] = {
     EngineInput.REPLY: {
         "outputs": lambda machine: machine.outputs(1, StepOutputs([1], [5])),
         "release": lambda machine: machine.release(1, [1]),
-        "refuse": lambda machine: machine.refuse(1, 1, "no"),
+        "refuse": lambda machine: machine.refuse(1, [1], "no"),
         "answer": lambda machine: machine.answer(0, "value"),
         "answer with an error": lambda machine: machine.answer(0, None, ("Error", "boom", None)),
         "stats": lambda machine: machine.stats({"running": 1}),

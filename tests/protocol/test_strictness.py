@@ -16,12 +16,13 @@ from tests.protocol import strategies
 from tests.protocol.strategies import arrived, canonical
 
 from anyengine.errors import ProtocolError, UnencodableError
+from anyengine.params import SamplingParams
 from anyengine.protocol import cbor
 from anyengine.protocol.messages import decode_from_client, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs
 from anyengine.protocol.replies import Outputs, UtilityResult
 from anyengine.protocol.requests import Add, Init, Utility
-from anyengine.types import SamplingParams
+from anyengine.protocol.sampling import NO_OPTIONS
 
 DECODERS = {
     "decode": cbor.decode,
@@ -203,8 +204,8 @@ def frames_with(value: Any) -> dict[str, list[bytes]]:
     return {
         "UTILITY": [b"\x03", cbor2.dumps([0, "method", [value]])],
         "INIT": [b"\x10", cbor2.dumps([1, 0, "", "a:B", {"argument": value}])],
-        "extra": [b"\x00", cbor2.dumps([0, b"", None, {"extra": {"a": value}}])],
-        "json": [b"\x00", cbor2.dumps([0, b"", None, {"structured_outputs": {"json": {"a": value}}}])],
+        "extra": [b"\x00", cbor2.dumps([0, None, b"", None, {"extra": {"a": value}}, {}])],
+        "json": [b"\x00", cbor2.dumps([0, None, b"", None, {"structured_outputs": {"json": {"a": value}}}, {}])],
         "UTILITY_RESULT": [b"\x31", cbor2.dumps([0, 0, 0, None, value])],
         "pooling_output": [b"\x30", cbor2.dumps([*row, {0: {**details, "pooling_output": value}}])],
         "kv_transfer_params": [b"\x30", cbor2.dumps([*row, {0: {**details, "kv_transfer_params": {"a": value}}}])],
@@ -257,7 +258,7 @@ def test_whatever_depth_can_be_encoded_can_be_decoded_in_every_message(kind: str
         messages: list[Any] = [
             Utility(1, "method", [value]),
             Init(1, 2, "", "a:B", {"argument": value}),
-            Add(1, [1], None, SamplingParams(extra={"a": value})),
+            Add(1, [[1]], None, SamplingParams(extra={"a": value}), NO_OPTIONS),
             UtilityResult(1, 2, 3, None, value),
             Outputs(1, 2, 3, StepOutputs([1], [1], None, {0: OutputDetails(pooling_output=value)})),
             Outputs(1, 2, 3, StepOutputs([1], [1], None, {0: OutputDetails(events=[value])})),

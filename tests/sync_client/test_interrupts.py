@@ -166,7 +166,7 @@ def test_a_second_interrupt_does_not_wait(open_scripted: Opener, interrupting: I
         with pytest.raises(KeyboardInterrupt):
             with interrupting(lambda: client.statistics().live_requests):
                 with interrupting(lambda: client.statistics().aborting_requests):
-                    client.generate([0], FOREVER)
+                    client.generate([0], FOREVER, request_id="named")  # which runs in a task
         assert len(client._portal._calls) == 1  # it still waits for the acknowledgement
         until_sync(lambda: not client._portal._calls)
         assert client.statistics().live_requests == 0

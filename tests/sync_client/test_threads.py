@@ -81,7 +81,7 @@ def test_one_thread_at_a_time_waits_for_steps(open_scripted: Opener) -> None:
         thread = threading.Thread(target=wait)
         thread.start()
         until_sync(lambda: client._portal._calls)
-        until_sync(lambda: client._client._session.queue._arrival is not None)
+        until_sync(lambda: client._client._session.queue._wake is not None)
         with pytest.raises(anyio.BusyResourceError):
             client.get_output()
     thread.join()
@@ -113,7 +113,7 @@ def test_closing_ends_the_calls_of_other_threads(open_scripted: Opener) -> None:
         for thread in threads:
             thread.start()
         until_sync(lambda: client.statistics().live_requests == 2)
-        until_sync(lambda: client._client._session.queue._arrival is not None)
+        until_sync(lambda: client._client._session.queue._wake is not None)
     for thread in threads:
         thread.join(5)
     assert endings == {

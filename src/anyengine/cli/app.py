@@ -19,7 +19,7 @@ from anyengine.cli.generate import Job, run
 from anyengine.cli.text import DEFAULT
 from anyengine.errors import KeysError
 from anyengine.keys import ConnectionKeys
-from anyengine.types import SamplingParams
+from anyengine.params import SamplingParams
 
 app: typer.Typer = typer.Typer(
     name="anyengine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Literal
@@ -25,9 +26,8 @@ class Admission:
         self._limit = limit
         self._when_full: WhenFull = when_full
         self._live = live
-        self._queue: deque[anyio.Event] = deque()
+        self._queue: deque[_Turn] = deque()
         self._called = 0  # out of the queue, and not back from the wait yet
-        self._error: ErrorFactory | None = None
 
     @property
     def waiting(self) -> int:
@@ -36,6 +36,13 @@ class Admission:
 
     def _is_full(self) -> bool:
         return self._limit is not None and self._live() + self._called >= self._limit
+
+    @property
+    def room(self) -> int:
+        """How many more requests may live now, not counting places that others wait for."""
+        if self._limit is None:
+            return sys.maxsize
+        return 0 if self._queue else max(0, self._limit - self._live() - self._called)
 
     def check(self) -> None:
         """:raises TooManyRequestsError: if one more request would be refused now"""
@@ -51,36 +58,43 @@ class Admission:
         self.check()
         if not self._queue and not self._is_full():
             return
-        turn = anyio.Event()
+        turn = _Turn()
         self._queue.append(turn)
         try:
-            await turn.wait()
+            await turn.came.wait()
         except BaseException:
-            if turn.is_set():
+            if turn.came.is_set():
                 self._called -= 1
-                if not self._called:
-                    self._error = None
                 self.update()
             else:
                 self._queue.remove(turn)
             raise
         self._called -= 1
-        if self._error is not None:
-            error = self._error()
-            if not self._called:
-                self._error = None
-            raise error
+        if turn.error is not None:
+            raise turn.error()
 
     def update(self) -> None:
         """Let in who waits, as far as there is room."""
         while self._queue and not self._is_full():
-            self._called += 1
-            self._queue.popleft().set()
+            self._call(None)
 
     def dismiss(self, error: ErrorFactory) -> None:
         """The engine or the client is gone: whoever waits gets a fresh ``error``."""
-        if self.waiting:
-            self._error = error
         while self._queue:
-            self._called += 1
-            self._queue.popleft().set()
+            self._call(error)
+
+    def _call(self, error: ErrorFactory | None) -> None:
+        turn = self._queue.popleft()
+        turn.error = error
+        self._called += 1
+        turn.came.set()
+
+
+class _Turn:
+    """Somebody who waits to be let in, and is told ``error`` if that will not happen."""
+
+    __slots__ = ("came", "error")
+
+    def __init__(self) -> None:
+        self.came = anyio.Event()
+        self.error: ErrorFactory | None = None

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from anyengine.errors import RequestError
+from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.arrays import is_array
-from anyengine.protocol.sampling import sampling_differences
-from anyengine.types import U32_MAX, EngineInfo, SamplingParams
+from anyengine.protocol.sampling import NO_OPTIONS, sampling_differences
+from anyengine.types import U32_MAX, EngineInfo
 
 
 def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[int] | None:
@@ -74,6 +75,46 @@ def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
                 f"{supported}"
             )
     return sampling
+
+
+def check_pooling(pooling: object, info: EngineInfo) -> PoolingParams:
+    """``pooling`` itself.
+
+    :raises TypeError: if it is not PoolingParams
+    :raises RequestError: if the engine does not support its task
+    """
+    if not isinstance(pooling, PoolingParams):
+        raise TypeError(f"pooling_params={pooling!r:.80} ({type(pooling).__name__}): expected a PoolingParams")
+    if pooling.task not in info.supported_tasks:
+        supported = ", ".join(info.supported_tasks)
+        raise RequestError(
+            f"PoolingParams.task={pooling.task!r}: engine {info.engine!r} does not support it; it supports {supported}"
+        )
+    return pooling
+
+
+def check_options(
+    info: EngineInfo,
+    priority: int,
+    cache_salt: str | None,
+    lora: LoRARequest | None,
+    pooling: PoolingParams | None = None,
+) -> RequestOptions:
+    """A request's options.
+
+    :raises TypeError: if one has the wrong type
+    :raises RequestError: if one is out of its range, or the engine does not support it; the message names it
+    """
+    if priority == 0 and type(priority) is int and cache_salt is lora is pooling is None:
+        return NO_OPTIONS
+    options = RequestOptions(priority=priority, cache_salt=cache_salt, lora=lora, pooling=pooling)
+    for name, value, default in (("priority", priority, 0), ("cache_salt", cache_salt, None), ("lora", lora, None)):
+        if value != default and name not in info.request_options:
+            supported = ", ".join(info.request_options) or "no such option"
+            raise RequestError(
+                f"{name}={value!r:.80}: engine {info.engine!r} does not support it; it supports {supported}"
+            )
+    return options
 
 
 def check_handles(handles: object) -> list[int]:

@@ -10,16 +10,26 @@ from typing import Any, NoReturn
 import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
-from anyengine.client.checks import check_handles, check_prompt, check_request_id, check_sampling, check_seconds
+from anyengine.client.checks import (
+    check_handles,
+    check_options,
+    check_pooling,
+    check_prompt,
+    check_request_id,
+    check_sampling,
+    check_seconds,
+)
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
 from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
+from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
-from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, HealthState, SamplingParams
+from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, HealthState
 from anyengine.utilities import EngineUtilities
 
 _DEFAULT_SAMPLING = SamplingParams()
+_DEFAULT_POOLING = PoolingParams()
 
 
 class EngineClient(EngineUtilities):
@@ -94,6 +104,9 @@ class EngineClient(EngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> RequestStream:
@@ -101,17 +114,23 @@ class EngineClient(EngineUtilities):
 
         :param prompt_token_ids: the prompt as token ids (u32)
         :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead
+        :param priority: a lower number goes first, where the engine schedules by priority
+        :param cache_salt: requests share what the prefix cache holds only with those of the same salt
+        :param lora: the adapter to use; the engine loads it if it has not
         :param request_id: a name for logs and errors, free again when the request has ended; made up if None
         :param stall_limit: seconds after which a request of which nothing comes fails with ``RequestStalledError``; the
             time that it waits in the engine counts
         :raises TypeError: if an argument has the wrong type
         :raises RequestError: if the prompt is empty or holds an impossible token id, if a live request has the same
-            id, or if the engine does not support a sampling parameter
+            id, or if the engine does not support a sampling parameter or an option
         :raises TooManyRequestsError: if the client has ``max_requests`` live requests and ``when_full="refuse"``
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
         """
-        return self._prepare(prompt_token_ids, sampling_params, prompt_embeds, request_id, stall_limit, whole=False)
+        options = check_options(self.info, priority, cache_salt, lora)
+        return self._prepare(
+            prompt_token_ids, sampling_params, prompt_embeds, options, request_id, stall_limit, whole=False
+        )
 
     async def generate(
         self,
@@ -119,6 +138,9 @@ class EngineClient(EngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> Completion:
@@ -126,7 +148,36 @@ class EngineClient(EngineUtilities):
 
         :raises EngineDeadError: if the engine dies before the last token
         """
-        request = self._prepare(prompt_token_ids, sampling_params, prompt_embeds, request_id, stall_limit, whole=True)
+        options = check_options(self.info, priority, cache_salt, lora)
+        request = self._prepare(
+            prompt_token_ids, sampling_params, prompt_embeds, options, request_id, stall_limit, whole=True
+        )
+        async with request:
+            return await request.completion()
+
+    async def encode(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        pooling_params: PoolingParams = _DEFAULT_POOLING,
+        *,
+        prompt_embeds: Any = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
+        request_id: str | None = None,
+        stall_limit: float | None = None,
+    ) -> Completion:
+        """The pooled vector or scores of one prompt, as ``pooling_output``, of an engine that supports such a task.
+
+        Other parameters and errors as :meth:`open_request`; cancelling it aborts the request.
+
+        :raises RequestError: if the engine does not support the task
+        :raises EngineDeadError: if the engine dies before the result
+        """
+        options = check_options(self.info, priority, cache_salt, lora, check_pooling(pooling_params, self.info))
+        request = self._prepare(
+            prompt_token_ids, _DEFAULT_SAMPLING, prompt_embeds, options, request_id, stall_limit, whole=True
+        )
         async with request:
             return await request.completion()
 
@@ -136,19 +187,33 @@ class EngineClient(EngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
+        pooling_params: PoolingParams | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
         request_id: str | None = None,
     ) -> int:
         """One request for a caller with a dispatcher of its own; returns its handle, by which ``get_output`` names it.
 
-        The caller must abort what it does not want any more. Parameters and errors as :meth:`open_request`.
+        The caller must abort what it does not want any more. Parameters and errors as :meth:`open_request`; with
+        ``pooling_params`` it asks for what :meth:`encode` does.
         """
         self._session.check_open()
         tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
         sampling = check_sampling(sampling_params, self.info)
+        pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
+        options = check_options(self.info, priority, cache_salt, lora, pooling)
         self._session.check_free(check_request_id(request_id))
         await checkpoint_if_cancelled()
         await self._session.admit()
-        handle, trackers = self._session.register(self._session.queue, tokens, prompt_embeds, sampling, request_id)
+        (handle,), trackers = self._session.register(
+            self._session.queue,
+            None if tokens is None else [tokens],
+            prompt_embeds,
+            sampling,
+            options,
+            request_id,
+        )
         try:
             # The message is on its way already while other tasks get their turn.
             await cancel_shielded_checkpoint()
@@ -264,6 +329,7 @@ class EngineClient(EngineUtilities):
         token_ids: Any,
         sampling: SamplingParams,
         embeds: Any,
+        options: RequestOptions,
         request_id: str | None,
         stall_limit: float | None,
         *,
@@ -276,4 +342,11 @@ class EngineClient(EngineUtilities):
         if stall_limit is not None:
             check_seconds("stall_limit", stall_limit)
         self._session.admission.check()
-        return RequestStream(self._session, tokens, embeds, sampling, request_id, whole=whole, stall_limit=stall_limit)
+        return RequestStream(
+            self._session, tokens, embeds, sampling, options, request_id, whole=whole, stall_limit=stall_limit
+        )
+
+
+def session_of(client: EngineClient) -> EngineSession:
+    """What is behind a client, for the other kinds of client that are built on it."""
+    return client._session  # pyright: ignore[reportPrivateUsage] - no business of users

@@ -6,18 +6,21 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from anyengine.client.waiters import ErrorFactory
 from anyengine.errors import EngineClosedError, RequestError, RequestStalledError
+from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails
-from anyengine.types import Completion, FinishReason, RequestOutput, SamplingParams
+from anyengine.types import Completion, FinishReason, RequestOutput
 
 if TYPE_CHECKING:
     from anyengine.client.session import EngineSession
+
+R = TypeVar("R", bound=RequestOutput)
 
 RELEASE_LIMIT = 1.0
 """Seconds that leaving a block waits for the engine to acknowledge an abort. The abort itself is sent at once."""
@@ -40,6 +43,7 @@ class RequestStream:
         "_error",
         "_finish",
         "_handle",
+        "_options",
         "_parked",
         "_released",
         "_sampling",
@@ -58,6 +62,7 @@ class RequestStream:
         token_ids: Sequence[int] | None,
         embeds: object,
         sampling: SamplingParams,
+        options: RequestOptions,
         request_id: str | None,
         *,
         whole: bool,
@@ -68,6 +73,7 @@ class RequestStream:
         self._token_ids = token_ids
         self._embeds = embeds
         self._sampling = sampling
+        self._options = options
         self._whole = whole  # the reader wants all of it in one piece
         self._stall_limit = stall_limit
         self._wakes_early = not whole or stall_limit is not None  # before the end of the request
@@ -107,7 +113,7 @@ class RequestStream:
 
     def _unpark(self) -> None:
         self._parked = False
-        self._session.unparked.append(self)
+        self._session.delivery.unparked.append(self)
 
     def wake(self) -> None:
         """Have the reader look at what came."""
@@ -120,9 +126,10 @@ class RequestStream:
             self._error = error
         self._parked = False
         self.wake()
-        self.release()
+        if self._released is not None:
+            self._released.set()
 
-    def release(self) -> None:
+    def release(self, handle: int) -> None:
         """The engine has let go of this request, which the client aborted; who still reads it gets an end."""
         if self._finish is None and self._error is None:
             self.push_row((), OutputDetails(finish_reason="abort"))
@@ -142,8 +149,9 @@ class RequestStream:
             raise EngineClosedError("a request can be sent once; call open_request again")
         await checkpoint_if_cancelled()
         await self._session.admit()
-        self._handle, trackers = self._session.register(
-            self, self._token_ids, self._embeds, self._sampling, self.request_id
+        prompts = None if self._token_ids is None else [self._token_ids]
+        (self._handle,), trackers = self._session.register(
+            self, prompts, self._embeds, self._sampling, self._options, self.request_id
         )
         if self.request_id is None:
             self.request_id = str(self._handle)
@@ -179,6 +187,10 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        await self._readiness()
+        return self.take_nowait()
+
+    async def _readiness(self) -> None:
         if self._handle is None:
             raise EngineClosedError("enter the request first: async with client.open_request(...) as request")
         # A cancellation has to be looked for: on asyncio, AnyIO does not deliver it to a task whose wait is over, as
@@ -197,7 +209,6 @@ class RequestStream:
             finally:
                 self._arrival = None
                 self._parked = False
-        return self._take()
 
     def _stalled(self) -> RequestStalledError:
         health = self._session.link.health(self._stall_limit or math.inf, None)
@@ -211,14 +222,16 @@ class RequestStream:
             return self._finish is not None or self._error is not None
         return bool(self._tokens or self._details or self._error is not None or self._finish is not None)
 
-    def _take(self) -> RequestOutput:
-        tokens, self._tokens = self._tokens, []
-        details, self._details = self._details, []
-        if self._error is not None and (self._whole or not (tokens or details)):
-            raise self._session.told(self._error())
+    def take_nowait(self) -> RequestOutput:
+        """What has come, of a request of which something has come, or which has ended.
+
+        :raises StopAsyncIteration: if it has ended, and all of it has been read
+        :raises EngineError: that by which it ended, after what had come before
+        """
+        tokens, details = self._take()
         if not tokens and not details:
             raise StopAsyncIteration
-        return _merge(self.request_id or "", tokens, details)
+        return _merge(RequestOutput, self.request_id or "", tokens, details)
 
     async def completion(self) -> Completion:
         """Everything from here to the end of the request, in one piece.
@@ -228,23 +241,40 @@ class RequestStream:
         :raises EngineClosedError: if there is nothing left to read, or the client is closed first
         """
         self._whole = True
-        try:
-            output = await self.__anext__()
-        except StopAsyncIteration:
-            raise EngineClosedError(f"request {self.request_id} has ended, and all of it has been read") from None
-        return Completion(**{name: getattr(output, name) for name in RequestOutput.__slots__})
+        await self._readiness()
+        return self.completion_nowait()
+
+    def completion_nowait(self) -> Completion:
+        """The same for a request that has ended."""
+        self._whole = True
+        tokens, details = self._take()
+        if not tokens and not details:
+            raise EngineClosedError(f"request {self.request_id} has ended, and all of it has been read")
+        return completion_of(self.request_id or "", tokens, details)
+
+    def _take(self) -> tuple[list[int], list[OutputDetails]]:
+        tokens, self._tokens = self._tokens, []
+        details, self._details = self._details, []
+        if self._error is not None and (self._whole or not (tokens or details)):
+            raise self._session.told(self._error())
+        return tokens, details
 
 
-def _merge(request_id: str, tokens: list[int], details: list[OutputDetails]) -> RequestOutput:
+def completion_of(request_id: str, tokens: list[int], details: list[OutputDetails]) -> Completion:
+    """A request that has ended, from all that came of it."""
+    return _merge(Completion, request_id, tokens, details)
+
+
+def _merge(kind: type[R], request_id: str, tokens: list[int], details: list[OutputDetails]) -> R:
     if not details:
-        return RequestOutput(request_id=request_id, token_ids=tokens)
+        return kind(request_id=request_id, token_ids=tokens)
     last = details[-1]
     logprobs = [position for more in details if more.logprobs is not None for position in more.logprobs]
     events = [event for more in details if more.events is not None for event in more.events]
     prompt = next((more.prompt_logprobs for more in details if more.prompt_logprobs is not None), None)
     pooled = next((more.pooling_output for more in details if more.pooling_output is not None), None)
     transfer = next((more.kv_transfer_params for more in details if more.kv_transfer_params is not None), None)
-    return RequestOutput(
+    return kind(
         request_id=request_id,
         token_ids=tokens,
         finish_reason=last.finish_reason,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -13,21 +12,20 @@ import anyio
 import zmq
 
 from anyengine.client.admission import Admission, WhenFull
+from anyengine.client.delivery import Delivery
 from anyengine.client.link import EngineLink
+from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.waiters import ErrorFactory, OutputQueue
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError, RequestError
+from anyengine.params import RequestOptions, SamplingParams
 from anyengine.process.remote_engine import RemoteEngine
 from anyengine.protocol.client_events import ClientState, StepReceived
 from anyengine.protocol.requests import Frames
 from anyengine.transport.endpoints import Endpoints
-from anyengine.types import EngineSpec, ProgressCallback, SamplingParams
+from anyengine.types import EngineSpec, ProgressCallback
 
 E = TypeVar("E", bound=EngineError)
-
-WAKE_AT_ONCE = 64
-"""Readers of streams that are woken for one turn of the event loop. Each takes some 10 us, and who waits for a turn may
-wait for two; the tokens that come meanwhile are read together."""
 
 
 class EngineSession:
@@ -50,6 +48,7 @@ class EngineSession:
         self._token = token
         self._handles = itertools.count()  # of all lives, so that a handle names one request
         self.link: EngineLink = EngineLink(0, self._handles, time.monotonic, token)
+        self.delivery: Delivery = Delivery()
         self.queue: OutputQueue = OutputQueue()
         self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
         # Not the loop's own limiter: what the application does in threads must not keep an engine from being ended.
@@ -63,12 +62,9 @@ class EngineSession:
         self.restarted: anyio.Event | None = None  # while a dead engine is started again; set when that has an end
         self.waits_for_restart = False
         self.refused_messages = 0
-        self.unparked: deque[RequestStream] = deque()
         self._handles_by_id: dict[str, int] = {}
         self._ids_by_handle: dict[int, str] = {}
         self._trackers: list[zmq.MessageTracker] = []
-        self._owners: Sequence[Any] = ()
-        self._owners_kind: type | None = None
 
     # ---- requests ----
 
@@ -151,27 +147,36 @@ class EngineSession:
             return EngineClosedError("the client was closed")
         return EngineDeadError(self.last_report)
 
+    @property
+    def takes_requests_now(self) -> bool:
+        """Whether a request could be registered without waiting for anything."""
+        return self.restarted is None and self.admission.room > 0
+
     def register(
         self,
-        owner: RequestStream | OutputQueue,
-        token_ids: Sequence[int] | None,
+        owner: RequestStream | OutputQueue | RequestGroup,
+        prompts: Sequence[Sequence[int]] | None,
         embeds: Any,
         sampling: SamplingParams,
-        request_id: str | None,
-    ) -> tuple[int, list[zmq.MessageTracker]]:
-        """Send a request for ``owner``; its handle, and the trackers of large frames."""
-        # No await from here to the end of the send: a request is registered and sent, or neither.
+        options: RequestOptions,
+        request_id: str | None = None,
+    ) -> tuple[range, list[zmq.MessageTracker]]:
+        """Send requests for ``owner``, alike in all but their prompts; their handles, and the trackers of large frames.
+
+        A ``request_id`` names the first of them.
+        """
+        # No await from here to the end of the send: requests are registered and sent, or neither.
         try:
             self.check_open()
             self.check_free(request_id)
-            handle, frames = self.link.machine.add(token_ids, embeds, sampling, owner)
+            handles, frames = self.link.machine.add(prompts, embeds, sampling, options, owner)
         except BaseException:
             self.admission.update()  # the place that was meant for it
             raise
         if request_id is not None:
-            self._handles_by_id[request_id] = handle
-            self._ids_by_handle[handle] = request_id
-        return handle, self.send(frames)
+            self._handles_by_id[request_id] = handles[0]
+            self._ids_by_handle[handles[0]] = request_id
+        return handles, self.send(frames)
 
     def abort(self, handles: Iterable[int]) -> None:
         """Abort these requests, whoever made them; unknown handles are ignored."""
@@ -228,43 +233,20 @@ class EngineSession:
         return len(self._trackers)
 
     def deliver(self, event: StepReceived[Any]) -> None:
-        """Hand one step to those who wait for it. This is the hot path."""
-        owners, outputs = event.owners, event.outputs
-        if owners is not self._owners:
-            kinds = set(map(type, owners))
-            self._owners = owners
-            self._owners_kind = kinds.pop() if len(kinds) == 1 else None
-        if not owners:
-            pass
-        elif self._owners_kind is OutputQueue:
-            self.queue.push(outputs)
-        elif self._owners_kind is RequestStream and outputs.counts is None and not outputs.details:
-            push = RequestStream.keep_token if self.ending else RequestStream.push_token
-            for stream, token in zip(owners, outputs.token_ids, strict=True):
-                push(stream, token)
-        else:
-            for owner, (_, tokens, details) in zip(owners, outputs.rows(), strict=True):
-                if owner is not self.queue:
-                    owner.push_row(tokens, details)
-            whole_steps = [owner is self.queue for owner in owners]
-            if any(whole_steps):
-                self.queue.push(outputs.select(whole_steps))
-        if outputs.details:
-            self._owners = ()  # keep no finished request alive
-            for row, details in outputs.details.items():
+        """Hand one step to those who wait for it."""
+        self.delivery.deliver(event, wake=not self.ending)
+        if self._ids_by_handle:
+            for row, details in event.outputs.details.items():
                 if details.finish_reason is not None:
-                    self._forget_id(outputs.handles[row])
-        for owner in event.released:
+                    self._forget_id(event.outputs.handles[row])
+        for handle, owner in event.released:
             if owner is not self.queue:
-                owner.release()
+                owner.release(handle)
 
     def wake_readers(self) -> bool:
-        """Wake some of those whose streams brought something; whether there are more to wake in the next turn."""
+        """Wake some of those for whom something came; whether there are more to wake in the next turn."""
         self.admission.update()
-        unparked = self.unparked
-        for _ in range(min(WAKE_AT_ONCE, len(unparked))):
-            unparked.popleft().wake()
-        return bool(unparked)
+        return self.delivery.wake_readers()
 
     def _forget_id(self, handle: int) -> None:
         request_id = self._ids_by_handle.pop(handle, None)
@@ -283,7 +265,7 @@ class EngineSession:
             pass  # those whose requests had ended before
         self._handles_by_id.clear()
         self._ids_by_handle.clear()
-        self._owners = ()
+        self.delivery.forget_owners()
 
     def report_death(self, report: CrashReport) -> None:
         """The engine is dead: everybody is told."""

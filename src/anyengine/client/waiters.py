@@ -62,7 +62,7 @@ class PendingCall:
 
 
 class OutputQueue:
-    """Whole steps for ``get_output``. One task at a time may read."""
+    """Whole steps for ``get_output``. One reader at a time may wait."""
 
     def __init__(self) -> None:
         self._steps: deque[StepOutputs] = deque()
@@ -70,7 +70,7 @@ class OutputQueue:
         self._error: ErrorFactory | None = None
         self._told = False
         self._reopened = False
-        self._arrival: anyio.Event | None = None
+        self._wake: Callable[[], object] | None = None  # of the reader that waits
         self._unchecked = 0
 
     def __len__(self) -> int:
@@ -84,8 +84,8 @@ class OutputQueue:
     def push(self, outputs: StepOutputs) -> None:
         """Append a step."""
         (self._later if self._reopened else self._steps).append(outputs)
-        if self._arrival is not None:
-            self._arrival.set()
+        if self._wake is not None:
+            self._wake()
 
     def drop(self, handles: Iterable[int]) -> None:
         """Forget what is queued of these requests, which their owner aborted."""
@@ -103,8 +103,8 @@ class OutputQueue:
             self._later.clear()
             self._told = not (owed or self._reopened)
             self._error, self._reopened = error, False
-            if self._arrival is not None:
-                self._arrival.set()
+            if self._wake is not None:
+                self._wake()
 
     def reopen(self) -> None:
         """The engine lives again: new steps come, after the error of its death if that is still owed."""
@@ -132,28 +132,63 @@ class OutputQueue:
                 self._unchecked = 0
                 await checkpoint_if_cancelled()
             return self._steps.popleft()
-        if self._arrival is not None:
-            raise anyio.BusyResourceError("reading outputs from")
+        self._check_free()
         await checkpoint_if_cancelled()
         while not self._steps:
-            if (error := self._error) is not None:
+            if self._error is not None:
                 await checkpoint()
-                self._told = True
-                if self._reopened:
-                    self._begin_anew()
-                raise error()
-            self._arrival = anyio.Event()
-            try:
-                await self._arrival.wait()
-            finally:
-                self._arrival = None
+                self._tell()
+            arrival = anyio.Event()
+            if self.listen(arrival.set):
+                try:
+                    await arrival.wait()
+                finally:
+                    self.stop_listening()
         return self._steps.popleft()
+
+    def listen(self, wake: Callable[[], object]) -> bool:
+        """Have ``wake`` called when there is something to take, unless there is already; whether it will be.
+
+        It may be called several times, until :meth:`stop_listening`.
+
+        :raises anyio.BusyResourceError: if another reader waits
+        """
+        self._check_free()
+        if self._steps or self._error is not None:
+            return False
+        self._wake = wake
+        return True
+
+    def stop_listening(self) -> None:
+        """The reader does not wait any more."""
+        self._wake = None
+
+    def take(self) -> list[StepOutputs]:
+        """The steps that have come.
+
+        :raises EngineError: if the queue was closed and is empty
+        """
+        if not self._steps and self._error is not None:
+            self._tell()
+        return self.get_outputs_nowait()
 
     def get_outputs_nowait(self) -> list[StepOutputs]:
         """The steps that have come already, without waiting; perhaps none."""
         steps = list(self._steps)
         self._steps.clear()
         return steps
+
+    def _check_free(self) -> None:
+        if self._wake is not None:
+            raise anyio.BusyResourceError("reading outputs from")
+
+    def _tell(self) -> None:
+        error = self._error
+        assert error is not None
+        self._told = True
+        if self._reopened:
+            self._begin_anew()
+        raise error()
 
 
 def without_rows(gone: set[int], steps: Iterable[StepOutputs]) -> deque[StepOutputs]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
 
 from anyengine import frames
 from anyengine.addresses import seen_from_engine
+from anyengine.engine.core import EngineRequest, engine_request
 from anyengine.engine.failures import describe_failure
 from anyengine.errors import AddressError, UnencodableError
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.cbor import Buffer
 from anyengine.protocol.engine_machine import EngineMachine, EngineState, Event, InitReceived
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, encode_details
+from anyengine.protocol.requests import Add
 from anyengine.types import EngineInfo
 
 logger: logging.Logger = logging.getLogger("anyengine")
@@ -235,6 +237,14 @@ class ClientConnection:
     def internal(self, handle: int) -> int:
         """The engine's handle for a request of this client."""
         return self.slot << SLOT_BITS | handle
+
+    def requests(self, message: Add) -> Iterator[EngineRequest]:
+        """The requests of one message, as they are for the engine."""
+        prompts: Sequence[Sequence[int] | None] = [None] if message.prompts is None else message.prompts
+        for handle, prompt in zip(message.handles, prompts, strict=True):
+            yield engine_request(
+                self.internal(handle), prompt, message.prompt_embeds, message.sampling, message.options
+            )
 
     @property
     def live(self) -> Sequence[int]:

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
-from anyengine.types import EngineInfo, SamplingParams
+from anyengine.types import EngineInfo
 
 __all__ = [
     "Deferred",
@@ -41,13 +42,39 @@ class ProgressReporter(Protocol):
 class EngineRequest:
     """One request as it reaches the engine: exactly one of token ids (u32) and embeddings (tokens x hidden size).
 
-    Embeddings are a torch tensor or a numpy array if the engine has loaded that library, else a ``WireArray``.
+    Embeddings are a torch tensor or a numpy array if the engine has loaded that library, else a ``WireArray``. With
+    ``pooling`` the one output is to hold the pooled vector or scores in place of tokens. What an engine does not list
+    in its :class:`EngineInfo` does not come; clients refuse it.
     """
 
     handle: int
     prompt_token_ids: Sequence[int] | None
     prompt_embeds: Any
     sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    lora: LoRARequest | None = None
+    pooling: PoolingParams | None = None
+
+
+def engine_request(
+    handle: int,
+    prompt_token_ids: Sequence[int] | None,
+    prompt_embeds: Any,
+    sampling: SamplingParams,
+    options: RequestOptions,
+) -> EngineRequest:
+    """A request as an engine sees it; for the caller of an engine."""
+    return EngineRequest(
+        handle=handle,
+        prompt_token_ids=prompt_token_ids,
+        prompt_embeds=prompt_embeds,
+        sampling=sampling,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        lora=options.lora,
+        pooling=options.pooling,
+    )
 
 
 class EngineCore(abc.ABC):

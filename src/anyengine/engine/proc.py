@@ -16,7 +16,7 @@ import zmq
 from anyengine.addresses import check_address
 from anyengine.engine.connection import ClientConnection, slot_of
 from anyengine.engine.control import SchedulerControl, SchedulerState
-from anyengine.engine.core import Deferred, EngineCore, EngineRequest
+from anyengine.engine.core import Deferred, EngineCore
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.engine.loading import build_engine
 from anyengine.engine.sharing import LiveHandles, split, split_outputs
@@ -249,22 +249,17 @@ class EngineCoreProc:
     def _handle(self, control: SchedulerControl, connection: ClientConnection, event: machine.Event) -> None:
         protocol = connection.machine
         match event:
-            case machine.RequestReceived(message) if slot_of(message.handle):
-                connection.send(protocol.refuse(self._steps, message.handle, "its handle has more than 56 bits"))
+            case machine.RequestReceived(message) if slot_of(message.handles[-1]):
+                connection.send(protocol.refuse(self._steps, message.handles, "its handle has more than 56 bits"))
             case machine.RequestReceived(message):
-                request = EngineRequest(
-                    handle=connection.internal(message.handle),
-                    prompt_token_ids=message.prompt_token_ids,
-                    prompt_embeds=message.prompt_embeds,
-                    sampling=message.sampling,
-                )
                 self._stats_due = True
-                try:
-                    control.add_request(request)
-                except Exception as error:
-                    self._refuse(request.handle, error)
-            case machine.RequestMalformed(handle, problem):
-                connection.send(protocol.refuse(self._steps, handle, problem))
+                for request in connection.requests(message):
+                    try:
+                        control.add_request(request)
+                    except Exception as error:
+                        self._refuse(request.handle, error)
+            case machine.RequestMalformed(handles, problem):
+                connection.send(protocol.refuse(self._steps, handles, problem))
             case machine.AbortReceived(handles):
                 control.abort_requests([connection.internal(handle) for handle in handles])
             case machine.CallReceived(call_id, method, args):
@@ -298,7 +293,7 @@ class EngineCoreProc:
             kind, message, text = describe_failure(error)
             logger.warning("request %d failed in add_request:\n%s", handle, text)
             problem = f"{kind}: {message}"
-        for connection, (own,) in split(self._connections, [handle]):
+        for connection, own in split(self._connections, [handle]):
             connection.send(connection.machine.refuse(self._steps, own, problem))
 
     def _call(

@@ -88,13 +88,13 @@ class ReadyReceived(NamedTuple):
 class StepReceived(NamedTuple, Generic[Owner]):
     """One step's outputs for live requests; ``owners`` has one entry per row and must not be changed.
 
-    ``released`` are the owners of aborted requests that the engine has let go of in this step.
+    ``released`` are the aborted requests that the engine has let go of in this step: handles, and owners.
     """
 
     step: int
     outputs: StepOutputs
     owners: Sequence[Owner]
-    released: Sequence[Owner]
+    released: Sequence[tuple[int, Owner]]
 
 
 class CallAnswered(NamedTuple, Generic[Owner]):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 from anyengine.errors import ProtocolError
+from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol.client_events import (
     TRANSITIONS,
     CallAnswered,
@@ -32,7 +33,6 @@ from anyengine.protocol.handshake import Hello, Progress
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_engine, salvage
 from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
-from anyengine.types import SamplingParams
 
 
 class ClientMachine(Generic[Owner]):
@@ -71,19 +71,30 @@ class ClientMachine(Generic[Owner]):
         return frames
 
     def add(
-        self, prompt_token_ids: Sequence[int] | None, prompt_embeds: Any, sampling: SamplingParams, owner: Owner
-    ) -> tuple[int, Frames]:
-        """A new request; its handle comes with the frames.
+        self,
+        prompts: Sequence[Sequence[int]] | None,
+        prompt_embeds: Any,
+        sampling: SamplingParams,
+        options: RequestOptions,
+        owner: Owner,
+    ) -> tuple[range, Frames]:
+        """New requests, alike in all but their prompts; their handles come with the frames.
+
+        Exactly one of ``prompts`` (token ids of each, :data:`MAX_PROMPTS` at most) and ``prompt_embeds`` (of one
+        request) is given.
 
         :raises ProtocolError: if the engine does not serve
         :raises UnencodableError: if the embeddings or an extra sampling parameter cannot travel
         """
         self._next(ClientInput.REQUEST)
-        handle = next(self._handles)
-        frames = Add(handle, prompt_token_ids, prompt_embeds, sampling).encode()
-        self.requests[handle] = owner
+        # Drawn one after the other from a counter that nobody else draws from meanwhile, so they follow one another.
+        drawn = [next(self._handles) for _ in range(1 if prompts is None else len(prompts))]
+        message = Add(drawn[0], prompts, prompt_embeds, sampling, options)
+        frames = message.encode()
+        for handle in drawn:
+            self.requests[handle] = owner
         self._sent += 1
-        return handle, frames
+        return message.handles, frames
 
     def abort(self, handles: Iterable[int]) -> Frames | None:
         """End these requests; their owners come back in ``StepReceived.released``. None if none of them is live.
@@ -222,7 +233,7 @@ class ClientMachine(Generic[Owner]):
     def _outputs(self, message: Outputs) -> StepReceived[Owner]:
         _, _, step, outputs = message
         column = outputs.handle_bytes()
-        released: list[Owner] = []
+        released: list[tuple[int, Owner]] = []
         if column == self._column:
             owners = self._column_owners
         else:
@@ -232,9 +243,10 @@ class ClientMachine(Generic[Owner]):
             if len(owners) < len(found):
                 for row, more in outputs.details.items():
                     if more.finish_reason is not None:
-                        owner = self.aborting.pop(outputs.handles[row], None)
+                        handle = outputs.handles[row]
+                        owner = self.aborting.pop(handle, None)
                         if owner is not None:
-                            released.append(owner)
+                            released.append((handle, owner))
                 outputs = outputs.select(owner is not None for owner in found)
             else:
                 self._column, self._column_owners = column, owners

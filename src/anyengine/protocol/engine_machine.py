@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from anyengine.errors import ProtocolError
 from anyengine.protocol.handshake import Hello, Progress, Ready
-from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client, salvage
+from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client, salvage, salvage_handles
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
 from anyengine.protocol.requests import Abort, Add, Frames, Init, Ping, Shutdown, ShutdownMode, Utility
@@ -73,15 +73,15 @@ class InitReceived(NamedTuple):
 
 
 class RequestReceived(NamedTuple):
-    """A new request."""
+    """New requests."""
 
     message: Add
 
 
 class RequestMalformed(NamedTuple):
-    """A new request that does not decode: only this one fails."""
+    """New requests that do not decode: only these fail."""
 
-    handle: int
+    handles: Sequence[int]
     problem: str
 
 
@@ -179,9 +179,10 @@ class EngineMachine:
         aborted = OutputDetails(finish_reason="abort")
         return self.outputs(step, from_rows((handle, (), aborted) for handle in handles))
 
-    def refuse(self, step: int, handle: int, problem: str) -> Frames:
-        """The last row of a request that failed on its own."""
-        return self.outputs(step, from_rows([(handle, (), OutputDetails(finish_reason="error", error=problem))]))
+    def refuse(self, step: int, handles: Sequence[int], problem: str) -> Frames:
+        """The last rows of requests that failed on their own."""
+        failed = OutputDetails(finish_reason="error", error=problem)
+        return self.outputs(step, from_rows((handle, (), failed) for handle in handles))
 
     def answer(self, call_id: int, value: Any, error: tuple[str, str, str | None] | None = None) -> Frames:
         """The end of a utility call; ``error`` is (type, message, traceback).
@@ -234,9 +235,9 @@ class EngineMachine:
             return self._salvage(frames, error)
         if isinstance(message, Add):
             self._count(EngineInput.REQUEST)
-            if message.handle in self.live:
-                raise ProtocolError(f"request {message.handle} came twice")
-            self.live.add(message.handle)
+            if not self.live.isdisjoint(message.handles):
+                raise ProtocolError(f"request {message.handle}, or one that follows it, came twice")
+            self.live.update(message.handles)
             return RequestReceived(message)
         if isinstance(message, Abort):
             self._count(EngineInput.ABORT)
@@ -280,11 +281,13 @@ class EngineMachine:
     def _salvage(self, frames: Sequence[bytes | memoryview], error: ProtocolError) -> Event:
         """Fail the one request or call that is malformed, where it can be told; otherwise the message is refused."""
         kind = bytes(frames[0]) if len(frames) >= 2 else b""
-        number = salvage(bytes(frames[1]), 0) if kind in (Add.KIND, Utility.KIND) else None
-        if number is None or (kind == Add.KIND and number in self.live):
-            raise error
-        self._count(EngineInput.REQUEST)
         if kind == Add.KIND:
-            self.live.add(number)
-            return RequestMalformed(number, str(error))
-        return CallMalformed(number, str(error))
+            handles = salvage_handles(bytes(frames[1]))
+            if handles is not None and self.live.isdisjoint(handles):
+                self._count(EngineInput.REQUEST)
+                self.live.update(handles)
+                return RequestMalformed(handles, str(error))
+        elif kind == Utility.KIND and (call_id := salvage(bytes(frames[1]), 0)) is not None:
+            self._count(EngineInput.REQUEST)
+            return CallMalformed(call_id, str(error))
+        raise error

@@ -100,6 +100,7 @@ _INFO_TYPES: dict[str, tuple[type, ...]] = {
     "data_parallel_size": (int,),
     "supported_tasks": (list,),
     "sampling_parameters": (list,),
+    "request_options": (list,),
     "prompt_embeds": (bool,),
     "utilities": (list,),
 }

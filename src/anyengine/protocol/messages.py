@@ -14,7 +14,7 @@ from anyengine.errors import ProtocolError
 from anyengine.protocol import cbor
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, UtilityResult
-from anyengine.protocol.requests import Abort, Add, Init, Ping, Shutdown, Utility
+from anyengine.protocol.requests import MAX_PROMPTS, Abort, Add, Init, Ping, Shutdown, Utility
 from anyengine.types import U64_MAX
 
 PROTOCOL_VERSION = 1
@@ -63,13 +63,31 @@ def _decode(frames: Sequence[bytes | memoryview], table: Mapping[bytes, type[Any
 
 
 def salvage(body: bytes, index: int) -> int | None:
-    """The number at ``index`` of a body that does not decode as a message, so that one request or call can be told."""
-    try:
-        fields = cbor.decode_outline(body)
-    except ProtocolError:
-        return None
-    if isinstance(fields, list) and len(cast("list[object]", fields)) > index:
-        number = cast("list[object]", fields)[index]
+    """The number at ``index`` of a body that does not decode as a message, so that one call can be told."""
+    fields = _outline(body)
+    if len(fields) > index:
+        number = fields[index]
         if type(number) is int and 0 <= number <= U64_MAX:
             return number
     return None
+
+
+def salvage_handles(body: bytes) -> range | None:
+    """The handles of an ADD that does not decode, so that its requests alone fail; None if they cannot be told."""
+    handle = salvage(body, 0)
+    fields = _outline(body)
+    lengths = fields[1] if len(fields) > 1 else None
+    count = len(lengths) // 4 if type(lengths) is bytes else 1
+    if not 1 <= count <= MAX_PROMPTS:
+        count = 1
+    if handle is None or handle + count - 1 > U64_MAX:
+        return None
+    return range(handle, handle + count)
+
+
+def _outline(body: bytes) -> list[object]:
+    try:
+        fields = cbor.decode_outline(body)
+    except ProtocolError:
+        return []
+    return cast("list[object]", fields) if isinstance(fields, list) else []

@@ -2,51 +2,91 @@
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from anyengine.errors import ProtocolError
+from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol import cbor
 from anyengine.protocol.arrays import is_array
 from anyengine.protocol.cbor import Buffers as Buffers
 from anyengine.protocol.cbor import Frames as Frames
 from anyengine.protocol.checks import expect_array, expect_type, expect_u64
 from anyengine.protocol.outputs import decode_column, encode_column
-from anyengine.protocol.sampling import decode_sampling, encode_sampling
-from anyengine.types import SamplingParams
+from anyengine.protocol.sampling import decode_options, decode_sampling, encode_options, encode_sampling
 
 ShutdownMode = Literal["abort", "drain"]
 
+MAX_PROMPTS = 1024
+"""Requests in one message."""
+
 
 class Add(NamedTuple):
-    """A new request. Exactly one of ``prompt_token_ids`` (u32) and ``prompt_embeds`` (tokens x hidden size) is set."""
+    """New requests, alike in all but their prompts. Their handles are ``handle`` and the numbers that follow it.
+
+    Exactly one of ``prompts`` (token ids, u32, of each request) and ``prompt_embeds`` (tokens x hidden size, of the one
+    request) is set.
+    """
 
     KIND = b"\x00"
 
     handle: int
-    prompt_token_ids: Sequence[int] | None
+    prompts: Sequence[Sequence[int]] | None
     prompt_embeds: Any
     sampling: SamplingParams
+    options: RequestOptions
+
+    @property
+    def handles(self) -> range:
+        """The handles of all its requests."""
+        return range(self.handle, self.handle + (1 if self.prompts is None else len(self.prompts)))
 
     def encode(self) -> Frames:
         buffers: Frames = []
-        tokens = None if self.prompt_token_ids is None else encode_column("I", self.prompt_token_ids, buffers)
-        embeds = None
-        if self.prompt_embeds is not None:
+        lengths = tokens = embeds = None
+        prompts = self.prompts
+        if prompts is None:
             embeds = cbor.pack(self.prompt_embeds, buffers, path="prompt_embeds")
+        elif len(prompts) == 1:
+            tokens = encode_column("I", prompts[0], buffers)
+        else:
+            lengths = array("I", map(len, prompts)).tobytes()
+            joined = array("I")
+            for prompt in prompts:
+                joined.extend(prompt)
+            tokens = encode_column("I", joined, buffers)
         sampling = encode_sampling(self.sampling, buffers)
-        return [self.KIND, cbor.encode_plain([self.handle, tokens, embeds, sampling]), *buffers]
+        body = [self.handle, lengths, tokens, embeds, sampling, encode_options(self.options)]
+        return [self.KIND, cbor.encode_plain(body), *buffers]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Add:
-        handle, tokens, embeds, sampling = expect_array("ADD", cbor.decode(body, buffers), 4)
+        handle, lengths, tokens, embeds, sampling, options = expect_array("ADD", cbor.decode(body, buffers), 6)
         expect_u64("ADD handle", handle)
-        column = None if tokens is None else decode_column("I", tokens, buffers, "prompt_token_ids")
-        if (column is None) == (embeds is None):
-            raise ProtocolError("ADD carries either prompt_token_ids or prompt_embeds")
-        if embeds is not None and (not is_array(embeds) or len(embeds.shape) != 2):
+        if (tokens is None) == (embeds is None):
+            raise ProtocolError("ADD carries either token ids or prompt_embeds")
+        prompts = None
+        if tokens is not None:
+            column = decode_column("I", tokens, buffers, "prompt_token_ids")
+            prompts = [column] if lengths is None else _cut(column, lengths)
+        elif lengths is not None:
+            raise ProtocolError("ADD carries lengths of prompts, but prompt_embeds")
+        elif not is_array(embeds) or len(embeds.shape) != 2:
             raise ProtocolError("ADD prompt_embeds is not an array of tokens x hidden size")
-        return cls(handle, column, embeds, decode_sampling(sampling))
+        add = cls(handle, prompts, embeds, decode_sampling(sampling), decode_options(options))
+        expect_u64("ADD last handle", add.handles[-1])
+        return add
+
+
+def _cut(column: memoryview, lengths: object) -> Sequence[Sequence[int]]:
+    """The prompts that stand in ``column`` one after the other."""
+    numbers = decode_column("I", lengths, (), "lengths")
+    if not 1 <= len(numbers) <= MAX_PROMPTS or sum(numbers) != len(column):
+        raise ProtocolError(f"ADD carries {len(column)} tokens, but {len(numbers)} lengths whose sum is {sum(numbers)}")
+    ends = itertools.accumulate(numbers)
+    return [column[end - length : end] for length, end in zip(numbers, ends, strict=True)]
 
 
 class Abort(NamedTuple):

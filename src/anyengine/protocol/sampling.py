@@ -1,4 +1,4 @@
-"""Sampling parameters on the wire: a map of what differs from the defaults, token ids as u32."""
+"""Parameters and options of a request on the wire: maps of what differs from the defaults, token ids as u32."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from array import array
 from typing import Any, cast
 
 from anyengine.errors import ProtocolError
+from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_type
 from anyengine.protocol.outputs import decode_column
-from anyengine.types import SamplingParams, StructuredOutputs
 
 _DEFAULTS: dict[str, Any] = {
     field.name: field.default_factory() if callable(field.default_factory) else field.default
     for field in dataclasses.fields(SamplingParams)
 }
 _STRUCTURED: dict[str, tuple[type, ...]] = {"json": (str, dict), "regex": (str,), "choice": (list,), "grammar": (str,)}
+
+
+NO_OPTIONS = RequestOptions()
+"""What most requests ask for."""
 
 
 def sampling_differences(sampling: SamplingParams) -> dict[str, Any]:
@@ -80,3 +84,43 @@ def _decode_structured(wire: object) -> StructuredOutputs:
     if not all(type(choice) is str for choice in fields.get("choice", ())):
         raise ProtocolError("ADD structured_outputs has a choice that is not a string")
     return StructuredOutputs(**fields)
+
+
+def encode_options(options: RequestOptions) -> dict[str, Any]:
+    """The map that travels: only what is set."""
+    if options is NO_OPTIONS:
+        return {}
+    fields: dict[str, Any] = {}
+    if options.priority:
+        fields["priority"] = options.priority
+    if options.cache_salt is not None:
+        fields["cache_salt"] = cbor.pack(options.cache_salt, [], path="cache_salt")
+    if options.lora is not None:
+        fields["lora"] = cbor.pack(dataclasses.asdict(options.lora), [], path="lora")
+    if options.pooling is not None:
+        given = {name: value for name, value in dataclasses.asdict(options.pooling).items() if value is not None}
+        fields["pooling"] = cbor.pack(given, [], path="pooling_params")
+    return fields
+
+
+def decode_options(wire: object) -> RequestOptions:
+    """The options that :func:`encode_options` made.
+
+    :raises ProtocolError: if the map does not describe possible options
+    """
+    expect_type("ADD options", wire, dict)
+    fields = dict(cast("dict[str, Any]", wire))
+    if not fields:
+        return NO_OPTIONS
+    try:
+        for name, kind in (("lora", LoRARequest), ("pooling", PoolingParams)):
+            if name in fields:
+                expect_type(f"ADD {name}", fields[name], dict)
+                if None in fields[name].values():
+                    raise ProtocolError(f"ADD {name} carries null; what has its default value is left out")
+                fields[name] = kind(**fields[name])
+        if None in fields.values():
+            raise ProtocolError("ADD options carry null; what has its default value is left out")
+        return RequestOptions(**fields)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"ADD carries impossible options: {error}") from None

@@ -7,6 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from anyengine.client.session import EngineSession
+from anyengine.errors import EngineError
+from anyengine.protocol.outputs import StepOutputs
+from anyengine.sync_client.portal_call import PortalWait
+
 T = TypeVar("T")
 
 
@@ -48,3 +53,28 @@ class Handover(Generic[T]):
                 with self._lock:
                     self._items.appendleft(item)
             raise
+
+
+class StepsArrival:
+    """Moves the steps that have come to a handover, for a thread that waits for them."""
+
+    def __init__(self, session: EngineSession, steps: Handover[StepOutputs], wait: PortalWait) -> None:
+        self._session = session
+        self._steps = steps
+        self._wait = wait
+
+    def notice(self) -> None:
+        """A step has come: move it, and what comes with it, when this slice of messages has been read."""
+        self._session.queue.stop_listening()
+        self._session.delivery.unparked.appendleft(self)
+
+    def wake(self) -> None:
+        """Move them, and let the thread go on."""
+        if self._wait.gone.is_set:
+            return  # it was interrupted; the next one finds them where they are
+        try:
+            self._steps.extend(self._session.queue.take())
+        except EngineError as error:
+            self._wait.fail(self._session.told(error))
+        else:
+            self._wait.finish()

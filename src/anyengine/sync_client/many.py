@@ -1,77 +1,122 @@
-"""Many requests at once for a caller without an event loop: one task group, whose results cross in batches."""
+"""Many requests at once for a caller without an event loop, whose prompts and results cross in batches."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
-import anyio
-
-from anyengine.client.engine_client import EngineClient
-from anyengine.errors import RequestError
+from anyengine.client.checks import check_prompt
+from anyengine.client.request_group import IndexedPrompt, IndexedResult, RequestGroup
+from anyengine.client.session import EngineSession
+from anyengine.errors import EngineError, RequestError
+from anyengine.params import RequestOptions, SamplingParams
 from anyengine.sync_client.portal import Portal
-from anyengine.types import Completion, SamplingParams
-
-IndexedResult = tuple[int, Completion | RequestError]
-"""The place of a prompt among the prompts, and what came of it."""
+from anyengine.sync_client.portal_call import PortalWait
+from anyengine.types import Completion, EngineInfo
 
 
-class RequestGroup:
-    """Requests that run side by side in the loop. Made, and used but for its construction, in the loop's thread."""
+class GroupExchange:
+    """Hands prompts to a group and results to the caller, in one crossing and without a task.
 
-    def __init__(self, client: EngineClient, sampling: SamplingParams) -> None:
-        self._client = client
-        self._sampling = sampling
+    :param info: what the engine said of itself
+    """
+
+    def __init__(self, portal: Portal[Any], group: RequestGroup, info: EngineInfo) -> None:
+        self._portal = portal
+        self._group = group
+        self._info = info
         self._results: list[IndexedResult] = []
-        self._error: Exception | None = None
-        self._started = anyio.Event()
-        self._arrival = anyio.Event()
+        self._refused: list[IndexedResult] = []
 
-    async def run(self) -> None:
-        """Hold the task group of the requests; cancelling this aborts those that run."""
-        async with anyio.create_task_group() as self._group:
-            self._started.set()
-            await anyio.sleep_forever()
-
-    async def exchange(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[IndexedResult]:
+    def __call__(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[IndexedResult]:
         """Send more requests, and return the results that have come since the last time, one at least.
 
+        :raises TypeError: if a prompt is none
         :raises EngineDeadError: if the engine died, after all results from before
         :raises EngineClosedError: if the client was closed
         """
-        await self._started.wait()
-        for index, prompt in prompts:
-            self._group.start_soon(self._generate, index, prompt)
-        if not self._results and self._error is None:
-            self._arrival = anyio.Event()
-            await self._arrival.wait()
-        results, self._results = self._results, []
-        if not results and self._error is not None:
-            raise self._error
+        checked = [(index, tokens) for index, prompt in prompts if (tokens := self._check(index, prompt)) is not None]
+        if checked or not self._refused:
+            self._portal.wait(functools.partial(self._listen, checked))
+        results = [*self._refused, *self._results]
+        self._refused, self._results = [], []
         return results
 
-    async def _generate(self, index: int, prompt: Sequence[int]) -> None:
+    def _check(self, index: int, prompt: Sequence[int]) -> Sequence[int] | None:
         try:
-            result = await self._generate_or_fail(prompt)
-        except Exception as error:  # the engine died, the client was closed, or the prompt is of a wrong type
-            if self._error is None:
-                self._error = error
-        else:
-            self._results.append((index, result))
-        self._arrival.set()
-
-    async def _generate_or_fail(self, prompt: Sequence[int]) -> Completion | RequestError:
-        try:
-            return await self._client.generate(prompt, self._sampling)
+            return check_prompt(prompt, None, self._info)
         except RequestError as error:
-            return error
+            self._refused.append((index, error))
+            return None
+
+    # ---- in the loop's thread ----
+
+    def _listen(self, prompts: Sequence[IndexedPrompt], wait: PortalWait) -> Callable[[], object]:
+        self._group.add(prompts)
+        self._group.listen(functools.partial(self._collect, wait))
+        return self._group.stop_listening
+
+    def _collect(self, wait: PortalWait) -> None:
+        try:
+            self._results += self._group.take()
+        except EngineError as error:
+            wait.fail(error)
+        else:
+            wait.finish()
+
+
+class OneRequest:
+    """One request that is wanted as a whole, sent and awaited in one crossing and without a task."""
+
+    def __init__(
+        self, session: EngineSession, prompt: Sequence[int], sampling: SamplingParams, options: RequestOptions
+    ) -> None:
+        self._session = session
+        self._request = prompt, sampling, options
+        self._results: list[IndexedResult] = []
+
+    def __call__(self, portal: Portal[Any]) -> Completion | None:
+        """What came of it; None if it could not be sent at once.
+
+        :raises RequestError: if the engine refused or failed it
+        :raises EngineDeadError: if the engine is dead, or dies first
+        :raises EngineClosedError: if the client is closed, before or meanwhile
+        """
+        portal.wait(self._listen)
+        if not self._results:
+            return None
+        ((_, result),) = self._results
+        if isinstance(result, RequestError):
+            raise result
+        return result
+
+    def _listen(self, wait: PortalWait) -> Callable[[], object]:
+        prompt, sampling, options = self._request
+        group = RequestGroup(self._session, sampling, options)
+        self._session.check_open()
+        if self._session.takes_requests_now:
+            group.add([(0, prompt)])
+            group.listen(functools.partial(self._collect, group, wait))
+        else:
+            wait.finish()
+        return group.abort
+
+    def _collect(self, group: RequestGroup, wait: PortalWait) -> None:
+        try:
+            self._results = group.take()
+        except EngineError as error:
+            wait.fail(error)
+        else:
+            wait.finish()
 
 
 def generate_many(
-    portal: Portal[EngineClient], group: RequestGroup, prompts: Iterator[Sequence[int]], max_concurrency: int
+    portal: Portal[Any], group: RequestGroup, info: EngineInfo, prompts: Iterator[Sequence[int]], max_concurrency: int
 ) -> Generator[IndexedResult]:
     """The results of ``prompts`` as they come. Prompts are taken from their iterator when there is room for them."""
+    exchange = GroupExchange(portal, group, info)
     numbered = enumerate(prompts)
     running = 0
     task = portal.start(group.run)
@@ -81,7 +126,7 @@ def generate_many(
             running += len(batch)
             if not running:
                 return
-            results = portal.call(functools.partial(group.exchange, batch))
+            results = exchange(batch)
             running -= len(results)
             yield from results
     finally:

@@ -21,15 +21,16 @@ from typing import Any, Generic, Literal, TypeVar
 import anyio
 
 from anyengine.errors import EngineClosedError
-from anyengine.sync_client.portal_call import Latch, PortalCall
+from anyengine.sync_client.portal_call import Latch, PortalCall, PortalWait
 
 Backend = Literal["asyncio", "trio"]
 T = TypeVar("T")
 R = TypeVar("R")
 
 INTERRUPT_LIMIT = 2.0
-"""Seconds that an interrupted call waits for the end of its task. Its abort is sent at once; the engine acknowledges it
-within one step, and leaving a request waits for that no longer than a second."""
+"""Seconds that an interrupted call waits for the end of its task, and the end of the loop for that of its calls. An
+abort is sent at once; the engine acknowledges it within one step, and leaving a request waits for that no longer than a
+second."""
 
 
 class Portal(Generic[T]):
@@ -46,7 +47,7 @@ class Portal(Generic[T]):
         self._interrupted = False
         self._accepting = True
         self._lock = threading.Lock()
-        self._calls: set[PortalCall[Any]] = set()
+        self._calls: set[PortalCall[Any] | PortalWait] = set()
         self._opened = Latch()
         self._ended = Latch()
         self._run_soon: Callable[[Callable[[], object]], object] = _no_loop_yet
@@ -56,6 +57,11 @@ class Portal(Generic[T]):
     def is_own_thread(self) -> bool:
         """Whether the caller runs in the loop's thread."""
         return threading.get_ident() == self._thread.ident
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the block was left, so that nothing changes any more of what it held."""
+        return not self._accepting
 
     # ---- the block ----
 
@@ -120,6 +126,24 @@ class Portal(Generic[T]):
             raise
         return call.result()
 
+    def wait(self, listen: Callable[[PortalWait], Callable[[], object]]) -> None:
+        """Wait for something that the loop's own code brings; see :class:`PortalWait`. It takes no task.
+
+        :raises EngineClosedError: if the block was left, before or meanwhile
+        :raises RuntimeError: if called in the loop's own thread, where it would wait for itself
+        """
+        self.check_open()
+        wait = PortalWait(listen)
+        try:
+            self._submit(wait)
+            wait.done.wait()
+        except BaseException:
+            self.abandon(wait)
+            raise
+        finally:
+            self._calls.discard(wait)
+        wait.check()
+
     def finish(self, function: Callable[[], Awaitable[R]]) -> R:
         """Run an async function that must happen and takes a moment only.
 
@@ -155,7 +179,7 @@ class Portal(Generic[T]):
         self._submit(call)
         return call
 
-    def abandon(self, call: PortalCall[Any]) -> None:
+    def abandon(self, call: PortalCall[Any] | PortalWait) -> None:
         """Cancel a call and wait, bounded, until nothing of it runs. It waits for nothing in the loop's own thread."""
         self._post_surely(functools.partial(self._abandon, call))
         if not self.is_own_thread:
@@ -173,7 +197,7 @@ class Portal(Generic[T]):
                 "make it in another thread than that of on_progress, a finalizer or a logging handler"
             )
 
-    def _submit(self, call: PortalCall[Any]) -> None:
+    def _submit(self, call: PortalCall[Any] | PortalWait) -> None:
         self._check_thread()
         # A call is in the table before the loop ends, and is ended with it, or it comes after that and is told.
         with self._lock:
@@ -228,8 +252,9 @@ class Portal(Generic[T]):
                 except BaseException as error:  # for whoever opens or closes, without the group's wrapping
                     self._error = error
                 finally:
+                    # Every call ends by itself now, most of them with what the client's end brought them.
                     self._accepting = False
-                    self._group.cancel_scope.cancel()
+                    self._group.cancel_scope.deadline = anyio.current_time() + INTERRUPT_LIMIT
 
     def _leave(self) -> None:
         self._leaving.set()
@@ -237,15 +262,17 @@ class Portal(Generic[T]):
     def _cancel(self) -> None:
         self._scope.cancel()
 
-    def _start(self, call: PortalCall[Any]) -> None:
+    def _start(self, call: PortalCall[Any] | PortalWait) -> None:
         if call.started:
             return
         call.started = True
-        if self._accepting:
-            self._group.start_soon(self._run, call)
-        else:
+        if not self._accepting:
             self._calls.discard(call)
             call.close()
+        elif isinstance(call, PortalWait):
+            call.begin()
+        else:
+            self._group.start_soon(self._run, call)
 
     async def _run(self, call: PortalCall[Any]) -> None:
         try:
@@ -253,7 +280,11 @@ class Portal(Generic[T]):
         finally:
             self._calls.discard(call)
 
-    def _abandon(self, call: PortalCall[Any]) -> None:
+    def _abandon(self, call: PortalCall[Any] | PortalWait) -> None:
+        if isinstance(call, PortalWait):
+            call.started = True  # or never will be
+            call.abandon()
+            return
         if not call.abandon():
             return
         if self._accepting:

@@ -118,3 +118,60 @@ class PortalCall(Generic[T]):
             self._error = EngineClosedError("the client was closed")
         self.done.set()
         self.gone.set()
+
+
+class PortalWait:
+    """A caller's wait for something that the loop's own code brings, for which no task has to run.
+
+    ``listen`` is called in the loop's thread with this object, and has :meth:`finish` or :meth:`fail` called there, now
+    or later; it returns what takes that back, for a caller that was interrupted.
+    """
+
+    __slots__ = ("_error", "_listen", "_stop", "done", "gone", "started")
+
+    def __init__(self, listen: Callable[[PortalWait], Callable[[], object]]) -> None:
+        self._listen = listen
+        self._stop: Callable[[], object] | None = None
+        self._error: BaseException | None = None
+        self.started: bool = False
+        self.done: Latch = Latch()
+        self.gone: Latch = Latch()
+
+    def check(self) -> None:
+        """Raise what it failed with, if it did."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    # ---- in the loop's thread ----
+
+    def begin(self) -> None:
+        """Listen."""
+        try:
+            self._stop = self._listen(self)
+        except BaseException as error:  # whatever it is, it belongs to the caller
+            self.fail(error)
+
+    def finish(self) -> None:
+        """Let the caller go on."""
+        self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` in the caller."""
+        self._error = error
+        self.done.set()
+
+    def abandon(self) -> None:
+        """Listen no more: the caller was interrupted."""
+        if self._stop is not None and not self.done.is_set:
+            self._stop()
+        self.gone.set()
+
+    def close(self) -> None:
+        """End the wait: the client was closed."""
+        if not self.done.is_set:
+            self.fail(EngineClosedError("the client was closed"))
+        self.gone.set()

@@ -11,19 +11,30 @@ from typing import Any, NoReturn, TypeVar
 
 import anyio
 
-from anyengine.client.checks import check_count, check_handles, check_sampling, check_seconds
-from anyengine.client.engine_client import EngineClient
+from anyengine.client.checks import (
+    check_count,
+    check_handles,
+    check_options,
+    check_prompt,
+    check_sampling,
+    check_seconds,
+)
+from anyengine.client.engine_client import EngineClient, session_of
+from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.waiters import without_rows
 from anyengine.errors import EngineClosedError
+from anyengine.params import LoRARequest, PoolingParams, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
-from anyengine.sync_client.handover import Handover
-from anyengine.sync_client.many import IndexedResult, RequestGroup, generate_many
+from anyengine.sync_client.handover import Handover, StepsArrival
+from anyengine.sync_client.many import OneRequest, generate_many
 from anyengine.sync_client.portal import Portal
+from anyengine.sync_client.portal_call import PortalWait
 from anyengine.sync_client.sync_request_stream import SyncRequestStream
-from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, SamplingParams
+from anyengine.types import ClientStatistics, Completion, EngineInfo, Health
 from anyengine.utilities import BlockingEngineUtilities
 
 _DEFAULT_SAMPLING = SamplingParams()
+_DEFAULT_POOLING = PoolingParams()
 T = TypeVar("T")
 
 
@@ -40,6 +51,7 @@ class SyncEngineClient(BlockingEngineUtilities):
     def __init__(self, portal: Portal[EngineClient], client: EngineClient) -> None:
         self._portal = portal
         self._client = client
+        self._session = session_of(client)
         self._steps: Handover[StepOutputs] = Handover()
 
     # ---- looking ----
@@ -94,6 +106,9 @@ class SyncEngineClient(BlockingEngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> SyncRequestStream:
@@ -106,6 +121,9 @@ class SyncEngineClient(BlockingEngineUtilities):
                 prompt_token_ids,
                 sampling_params,
                 prompt_embeds=prompt_embeds,
+                priority=priority,
+                cache_salt=cache_salt,
+                lora=lora,
                 request_id=request_id,
                 stall_limit=stall_limit,
             )
@@ -118,15 +136,54 @@ class SyncEngineClient(BlockingEngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> Completion:
         """One request to its end. Parameters and errors as :meth:`EngineClient.generate`."""
+        prompt = check_prompt(prompt_token_ids, prompt_embeds, self.info)
+        if prompt is not None and request_id is stall_limit is None:
+            options = check_options(self.info, priority, cache_salt, lora)
+            sampling = check_sampling(sampling_params, self.info)
+            request = OneRequest(self._session, prompt, sampling, options)
+            if (completion := request(self._portal)) is not None:
+                return completion
         return self._portal.call(
             lambda: self._client.generate(
                 prompt_token_ids,
                 sampling_params,
                 prompt_embeds=prompt_embeds,
+                priority=priority,
+                cache_salt=cache_salt,
+                lora=lora,
+                request_id=request_id,
+                stall_limit=stall_limit,
+            )
+        )
+
+    def encode(
+        self,
+        prompt_token_ids: Sequence[int] | None = None,
+        pooling_params: PoolingParams = _DEFAULT_POOLING,
+        *,
+        prompt_embeds: Any = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
+        request_id: str | None = None,
+        stall_limit: float | None = None,
+    ) -> Completion:
+        """The pooled vector or scores of one prompt. Parameters and errors as :meth:`EngineClient.encode`."""
+        return self._portal.call(
+            lambda: self._client.encode(
+                prompt_token_ids,
+                pooling_params,
+                prompt_embeds=prompt_embeds,
+                priority=priority,
+                cache_salt=cache_salt,
+                lora=lora,
                 request_id=request_id,
                 stall_limit=stall_limit,
             )
@@ -138,6 +195,9 @@ class SyncEngineClient(BlockingEngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         max_concurrency: int = 256,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
     ) -> Generator[IndexedResult]:
         """Many requests, each to its end: pairs of a prompt's index and its completion, in the order of completion.
 
@@ -150,7 +210,7 @@ class SyncEngineClient(BlockingEngineUtilities):
             refused, unless they are to wait
         :raises TypeError: if an argument has the wrong type; while iterating, if a prompt has
         :raises ValueError: if ``max_concurrency`` is below 1
-        :raises RequestError: if the engine does not support a sampling parameter
+        :raises RequestError: if the engine does not support a sampling parameter or an option
         :raises EngineDeadError: if the engine is dead; while iterating, if it dies, after all results from before
         :raises EngineClosedError: if the client is closed, before or meanwhile
         """
@@ -158,8 +218,9 @@ class SyncEngineClient(BlockingEngineUtilities):
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts={prompts!r:.80} ({type(prompts).__name__}): expected an iterable of token ids")
         sampling = check_sampling(sampling_params, self.info)
-        group = self._portal.call_now(functools.partial(RequestGroup, self._client, sampling))
-        return generate_many(self._portal, group, iter(prompts), max_concurrency)
+        options = check_options(self.info, priority, cache_salt, lora)
+        group = self._portal.call_now(functools.partial(RequestGroup, self._session, sampling, options))
+        return generate_many(self._portal, group, self.info, iter(prompts), max_concurrency)
 
     def add_request(
         self,
@@ -167,6 +228,10 @@ class SyncEngineClient(BlockingEngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
+        pooling_params: PoolingParams | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
         request_id: str | None = None,
     ) -> int:
         """One request for a caller with a dispatcher of its own; returns its handle, by which ``get_output`` names it.
@@ -175,7 +240,14 @@ class SyncEngineClient(BlockingEngineUtilities):
         """
         return self._portal.call(
             lambda: self._client.add_request(
-                prompt_token_ids, sampling_params, prompt_embeds=prompt_embeds, request_id=request_id
+                prompt_token_ids,
+                sampling_params,
+                prompt_embeds=prompt_embeds,
+                pooling_params=pooling_params,
+                priority=priority,
+                cache_salt=cache_salt,
+                lora=lora,
+                request_id=request_id,
             ),
             undo=lambda handle: self._abort([handle]),
         )
@@ -210,8 +282,17 @@ class SyncEngineClient(BlockingEngineUtilities):
         """
         self._portal.check_open()
         while (step := self._steps.take()) is None:
-            self._portal.call(self._fetch_steps)
+            if self._session.restarted is None:
+                self._portal.wait(self._listen_for_steps)
+            else:
+                self._portal.call(self._fetch_steps)
         return step
+
+    def _listen_for_steps(self, wait: PortalWait) -> Callable[[], object]:
+        queue, arrival = self._session.queue, StepsArrival(self._session, self._steps, wait)
+        if not queue.listen(arrival.notice):
+            arrival.wake()
+        return queue.stop_listening
 
     async def _fetch_steps(self) -> None:
         step = await self._client.get_output()

@@ -58,7 +58,7 @@ class SyncRequestStream:
         return self
 
     def __next__(self) -> RequestOutput:
-        output = self._call(self._next)
+        output = self._call(self._next, self._next_now)
         if output is None:
             raise StopIteration
         return output
@@ -70,9 +70,9 @@ class SyncRequestStream:
         :raises EngineDeadError: if the engine dies first
         :raises EngineClosedError: if there is nothing left to read, or the client is closed first
         """
-        return self._call(self._stream.completion)
+        return self._call(self._stream.completion, self._stream.completion_nowait)
 
-    def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+    def _call(self, function: Callable[[], Awaitable[T]], read: Callable[[], T]) -> T:
         if not self._entered:
             raise EngineClosedError("enter the request first: with client.stream(...) as request")
 
@@ -83,10 +83,21 @@ class SyncRequestStream:
                 await self._abort()
                 raise
 
-        return self._portal.call(call, undo=self._abort)
+        try:
+            return self._portal.call(call, undo=self._abort)
+        except EngineClosedError:
+            if self._portal.is_left:  # a request that the client's end ended has an end to be read all the same
+                return read()
+            raise
 
     async def _next(self) -> RequestOutput | None:
         return await anext(self._stream, None)
+
+    def _next_now(self) -> RequestOutput | None:
+        try:
+            return self._stream.take_nowait()
+        except StopAsyncIteration:
+            return None
 
     async def _abort(self, lost: object = None) -> None:
         await self._stream.__aexit__(None, None, None)

@@ -11,7 +11,8 @@ from anyengine.engines.transformers.arguments import EngineArguments
 from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.transformers.scheduler import BlockPool, Scheduler
 from anyengine.engines.transformers.utilities import WorkerUtilities
-from anyengine.types import EngineInfo, SamplingParams
+from anyengine.params import SamplingParams
+from anyengine.types import EngineInfo
 
 if TYPE_CHECKING:
     from anyengine.engines.transformers.kv_cache import KVCache

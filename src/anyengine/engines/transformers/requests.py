@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from anyengine.engine.core import EngineRequest, OutputDetails
 from anyengine.engines.transformers.scheduler import Request
 from anyengine.errors import RequestError
+from anyengine.params import SamplingParams
 from anyengine.protocol.sampling import sampling_differences
-from anyengine.types import EngineInfo, FinishReason, SamplingParams, TokenLogprobs
+from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
     from anyengine.engines.transformers.model import CausalModel, PromptLogits

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from anyengine.errors import RequestError
-from anyengine.types import SamplingParams, TokenLogprobs
+from anyengine.params import SamplingParams
+from anyengine.types import TokenLogprobs
 
 PARAMETERS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos",

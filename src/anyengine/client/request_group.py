@@ -1,0 +1,213 @@
+"""Many requests of which each is wanted as a whole: no task, stream or event for any of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import anyio
+
+from anyengine.client.request_stream import RELEASE_LIMIT, completion_of
+from anyengine.client.waiters import ErrorFactory
+from anyengine.errors import EngineError, RequestError
+from anyengine.params import RequestOptions, SamplingParams
+from anyengine.protocol.outputs import OutputDetails, StepOutputs
+from anyengine.protocol.requests import MAX_PROMPTS
+from anyengine.types import Completion
+
+if TYPE_CHECKING:
+    from anyengine.client.session import EngineSession
+
+IndexedPrompt = tuple[int, Sequence[int]]
+"""The place of a prompt among the prompts, and its token ids (u32)."""
+
+IndexedResult = tuple[int, Completion | RequestError]
+"""The place of a prompt among the prompts, and what came of it."""
+
+
+class RequestGroup:
+    """Requests that run side by side, alike in all but their prompts. Their results come in the order of their ends.
+
+    Whoever makes it must have :meth:`run` running as long as it is used. When the engine dies, its error follows the
+    results from before.
+    """
+
+    def __init__(self, session: EngineSession, sampling: SamplingParams, options: RequestOptions) -> None:
+        self._session = session
+        self._sampling = sampling
+        self._options = options
+        self._indices: dict[int, int] = {}  # of live requests, by their handles
+        self._tokens: dict[int, list[int]] = {}
+        self._details: dict[int, list[OutputDetails]] = {}
+        # A steady batch has the same handles in each step: its columns are kept, and turned to rows when that changes.
+        self._column: bytes | None = None
+        self._handles: Sequence[int] = ()
+        self._steps: list[Sequence[int]] = []
+        self._results: list[IndexedResult] = []
+        self._error: ErrorFactory | None = None
+        self._backlog: deque[IndexedPrompt] = deque()
+        self._backlog_grew = anyio.Event()
+        self._aborting = 0  # requests of which the engine has not let go yet
+        self._released = anyio.Event()
+        self._wake: Callable[[], object] | None = None
+
+    # ---- for its owner, in the event loop ----
+
+    def add(self, prompts: Sequence[IndexedPrompt]) -> None:
+        """Send more requests, now or as soon as the engine takes them."""
+        if self._error is not None:
+            return
+        self._backlog.extend(prompts)
+        while self._backlog and self._session.takes_requests_now:
+            self._send_backlog()
+        if self._backlog:
+            self._backlog_grew.set()
+
+    def take(self) -> list[IndexedResult]:
+        """The results that have come since the last time, perhaps none.
+
+        :raises EngineError: if the engine died or the client was closed, after all results from before
+        """
+        results, self._results = self._results, []
+        if not results and self._error is not None:
+            raise self._session.told(self._error())
+        return results
+
+    def listen(self, wake: Callable[[], object]) -> None:
+        """Have ``wake`` called once when there is something to take, perhaps at once."""
+        if self._results or self._error is not None:
+            wake()
+        else:
+            self._wake = wake
+
+    def stop_listening(self) -> None:
+        """Nobody is to be woken any more."""
+        self._wake = None
+
+    def abort(self) -> None:
+        """Abort the requests that run, without waiting for anything."""
+        self._backlog.clear()
+        self._aborting = len(self._indices)
+        self._session.abort(list(self._indices))
+        self._indices.clear()
+
+    async def run(self) -> None:
+        """Send what cannot be sent at once, as long as the group is not closed; cancelling it aborts the requests."""
+        try:
+            while self._error is None:
+                await self._backlog_grew.wait()
+                self._backlog_grew = anyio.Event()
+                while self._backlog:
+                    try:
+                        await self._session.admit()
+                    except RequestError as error:
+                        self._refuse([self._backlog.popleft()], error)
+                    else:
+                        self._send_backlog()
+        except EngineError as error:
+            problem = error
+            self.close(lambda: problem)
+        finally:
+            await self._leave()
+
+    # ---- for the client's reader ----
+
+    def push(self, outputs: StepOutputs) -> None:
+        """The rows of its requests in one step."""
+        if outputs.counts is not None or outputs.details:
+            self._turn_columns()
+            for handle, tokens, details in outputs.rows():
+                self._push_row(handle, tokens, details)
+        else:
+            column = outputs.handle_bytes()
+            if column != self._column:
+                self._turn_columns()
+                self._column, self._handles = column, outputs.handles
+            self._steps.append(outputs.token_ids)
+
+    def wake(self) -> None:
+        """Tell whoever listens that there is something to take."""
+        if self._wake is not None:
+            wake, self._wake = self._wake, None
+            wake()
+
+    def close(self, error: ErrorFactory) -> None:
+        """Nothing more will come: ``error`` follows the results that are there."""
+        if self._error is None:
+            self._error = error
+        self._indices.clear()
+        self._backlog.clear()
+        self._backlog_grew.set()
+        self._released.set()
+        self.wake()
+
+    def release(self, handle: int) -> None:
+        """The engine has let go of one of its requests, which was aborted; one that is still wanted gets an end."""
+        if handle in self._indices:
+            self._turn_columns()
+            self._push_row(handle, (), OutputDetails(finish_reason="abort"))
+            return
+        self._aborting -= 1
+        if not self._aborting:
+            self._released.set()
+
+    # ---- inside ----
+
+    def _send_backlog(self) -> None:
+        """Send as many requests as may live, in one message."""
+        room = min(len(self._backlog), self._session.admission.room, MAX_PROMPTS)
+        batch = [self._backlog.popleft() for _ in range(room)]
+        try:
+            handles, _ = self._session.register(
+                self, [prompt for _, prompt in batch], None, self._sampling, self._options
+            )
+        except RequestError as error:  # each is refused for the same reason
+            self._refuse(batch, error)
+            return
+        except EngineError as error:
+            problem = error
+            self.close(lambda: problem)
+            return
+        for handle, (index, _) in zip(handles, batch, strict=True):
+            self._indices[handle] = index
+            self._tokens[handle] = []
+
+    def _refuse(self, batch: Sequence[IndexedPrompt], error: RequestError) -> None:
+        self._results += [(index, error) for index, _ in batch]
+        self.wake()
+
+    def _turn_columns(self) -> None:
+        if self._steps:
+            tokens = self._tokens
+            for handle, row in zip(self._handles, zip(*self._steps, strict=True), strict=True):
+                tokens[handle].extend(row)
+            self._steps.clear()
+        self._column = None
+
+    def _push_row(self, handle: int, tokens: Sequence[int], details: OutputDetails | None) -> None:
+        self._tokens[handle].extend(tokens)
+        if details is None:
+            return
+        self._details.setdefault(handle, []).append(details)
+        if details.finish_reason is not None:
+            self._end(handle, details)
+
+    def _end(self, handle: int, last: OutputDetails) -> None:
+        index, tokens = self._indices.pop(handle), self._tokens.pop(handle)
+        details = self._details.pop(handle)
+        result: Completion | RequestError
+        if last.finish_reason == "error":
+            result = RequestError(f"request {handle}: {last.error or 'failed in the engine'}")
+        else:
+            result = completion_of(str(handle), tokens, details)
+        self._results.append((index, result))
+        if self._wake is not None and len(self._results) == 1:
+            self._session.delivery.unparked.appendleft(self)
+
+    async def _leave(self) -> None:
+        """Abort what runs, and wait, shielded and bounded, until the engine has let go of it."""
+        if self._indices:
+            self.abort()
+            with anyio.move_on_after(RELEASE_LIMIT, shield=True):
+                await self._released.wait()

@@ -1,0 +1,278 @@
+"""What a request asks for: how its tokens are sampled or its prompt is pooled, and what else an engine may know.
+
+Like :mod:`anyengine.errors` this imports only the standard library, since both processes use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from anyengine.errors import RequestError
+from anyengine.types import U32_MAX
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What shape a request's text must have: exactly one of a JSON schema, a regex, a list of choices, a grammar.
+
+    :raises TypeError: if a field has the wrong type
+    :raises ValueError: if not exactly one of the four is given
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"StructuredOutputs takes exactly one of json, regex, choice, grammar; got {given or 'none'}"
+            )
+        if self.choice is not None:
+            _require(_is_list_of_strings(self.choice), "StructuredOutputs.choice", self.choice, "a list of strings")
+            if not self.choice:
+                raise RequestError("StructuredOutputs.choice=[]: expected at least one choice")
+        for name, kinds, expected in (
+            ("json", (str, Mapping), "a JSON schema as a string or a mapping"),
+            ("regex", (str,), "a string"),
+            ("grammar", (str,), "a string"),
+        ):
+            value: object = getattr(self, name)
+            fits = value is None or isinstance(value, kinds)
+            _require(fits, f"StructuredOutputs.{name}", cast("object", value), expected)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled, by the field's standard names (those of vLLM's and OpenAI's APIs).
+
+    ``temperature=0`` is greedy; ``top_k=0`` means all tokens; ``logprobs=k`` asks for the sampled token's and the k
+    best log-probabilities of each step, ``prompt_logprobs`` likewise for the prompt. ``extra`` holds an engine's own
+    options and is open. An engine lists at READY what it supports, and anything else that differs from its default is
+    refused by name at the call.
+
+    :raises TypeError: if a field has the wrong type
+    :raises RequestError: if a value is out of its range
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])
+    allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        # Both processes make one for each request: what has its default value needs no check.
+        for name, default in _SAMPLING_DEFAULTS:
+            value = getattr(self, name)
+            if value is default:
+                continue
+            if type(value) is not type(default) or value != default:
+                value = _SAMPLING_CHECKS[name](f"SamplingParams.{name}", value)
+            elif type(value) is dict:
+                value = {}
+            object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"SamplingParams.min_tokens={self.min_tokens}: more than max_tokens={self.max_tokens}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How one prompt is pooled, by vLLM's names, for a request that wants a vector or scores in place of tokens.
+
+    ``task`` is one of the engine's supported tasks (``"embed"``, ``"classify"``, ``"token_embed"``, ...),
+    ``dimensions`` cuts a vector of a model that allows it, and ``use_activation`` normalizes or not where the model
+    leaves the choice.
+
+    :raises TypeError: if a field has the wrong type
+    :raises RequestError: if a value is out of its range
+    """
+
+    task: str = "embed"
+    dimensions: int | None = None
+    use_activation: bool | None = None
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.task, str), "PoolingParams.task", self.task, "a string")
+        if self.dimensions is not None:
+            _integer(1, U32_MAX)("PoolingParams.dimensions", self.dimensions)
+        if self.use_activation is not None:
+            _boolean("PoolingParams.use_activation", self.use_activation)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoRARequest:
+    """A LoRA adapter, by vLLM's names: ``lora_path`` is where the engine finds it, ``lora_int_id`` its number there.
+
+    :raises TypeError: if a field has the wrong type
+    :raises RequestError: if the number is below 1, or a string is empty
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "lora_path"):
+            value: object = getattr(self, name)
+            _require(isinstance(value, str), f"LoRARequest.{name}", value, "a string")
+            if not value:
+                raise RequestError(f"LoRARequest.{name}='': expected at least one character")
+        _integer(1, U32_MAX)("LoRARequest.lora_int_id", self.lora_int_id)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a request may ask for besides its prompt and how it is sampled; ``EngineClient.open_request`` explains it.
+
+    :raises TypeError: if a field has the wrong type
+    :raises RequestError: if a value is out of its range
+    """
+
+    priority: int = 0
+    cache_salt: str | None = None
+    lora: LoRARequest | None = None
+    pooling: PoolingParams | None = None
+
+    def __post_init__(self) -> None:
+        _integer(-(2**31), 2**31 - 1)("priority", self.priority)
+        if self.cache_salt is not None:
+            _require(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, "a string")
+            if not self.cache_salt:
+                raise RequestError("cache_salt='': expected at least one character, or None")
+        for name, kind in (("lora", LoRARequest), ("pooling", PoolingParams)):
+            value: object = getattr(self, name)
+            _require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__}")
+
+
+# ---- checks: each takes where a value stands and the value, and returns what is to be kept of it ----
+
+_Check = Callable[[str, Any], Any]
+
+
+def _integer(low: int, high: int) -> _Check:
+    def check(where: str, value: Any) -> Any:
+        _require(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
+        if not low <= value <= high:
+            raise RequestError(f"{where}={value!r}: expected {low} to {high}")
+        return value
+
+    return check
+
+
+def _number(low: float, high: float, *, above: bool = False) -> _Check:
+    def check(where: str, value: Any) -> Any:
+        _require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
+        inside = low < value <= high if above else low <= value <= high
+        if not inside or math.isinf(value):
+            comparison = "above" if above else "at least"
+            limit = "" if math.isinf(high) else f" and at most {high:g}"
+            raise RequestError(f"{where}={value!r}: expected {comparison} {low:g}{limit}")
+        return value
+
+    return check
+
+
+def _boolean(where: str, value: Any) -> Any:
+    _require(isinstance(value, bool), where, value, "a bool")
+    return value
+
+
+# Sequences and mappings are copied, so that nothing the caller does later changes a request that is under way.
+
+
+def _tokens(where: str, value: Any) -> Any:
+    _require(
+        isinstance(value, Sequence) and not isinstance(value, str | bytes), where, cast("object", value), "token ids"
+    )
+    tokens = cast("Sequence[Any]", value)
+    for token in tokens:
+        _require(isinstance(token, int) and not isinstance(token, bool), where, token, "integer token ids")
+        if not 0 <= token <= U32_MAX:
+            raise RequestError(f"{where} holds {token!r}: a token id is 0 to {U32_MAX}")
+    return tuple(tokens)
+
+
+def _allowed_tokens(where: str, value: Any) -> Any:
+    tokens = _tokens(where, value)
+    if not tokens:
+        raise RequestError(f"{where}=[]: expected at least one token id")
+    return tokens
+
+
+def _biases(where: str, value: Any) -> Any:
+    _require(isinstance(value, Mapping), where, value, "a mapping")
+    _tokens(where, list(value))
+    for token, bias in value.items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        _require(is_number, f"{where}[{token}]", bias, "a number")
+    return dict(value)
+
+
+def _structured(where: str, value: Any) -> Any:
+    _require(isinstance(value, StructuredOutputs), where, value, "a StructuredOutputs")
+    return value
+
+
+def _extra(where: str, value: Any) -> Any:
+    _require(isinstance(value, Mapping), where, value, "a mapping")
+    for name in value:
+        _require(isinstance(name, str), where, name, "string keys")
+    return dict(value)
+
+
+_SAMPLING_CHECKS: Mapping[str, _Check] = {
+    "max_tokens": _integer(1, U32_MAX),
+    "min_tokens": _integer(0, U32_MAX),
+    "temperature": _number(0.0, math.inf),
+    "top_p": _number(0.0, 1.0, above=True),
+    "top_k": _integer(-1, U32_MAX),
+    "min_p": _number(0.0, 1.0),
+    "seed": _integer(-(2**63), 2**63 - 1),
+    "stop_token_ids": _tokens,
+    "ignore_eos": _boolean,
+    "logprobs": _integer(0, U32_MAX),
+    "prompt_logprobs": _integer(0, U32_MAX),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.0, math.inf, above=True),
+    "logit_bias": _biases,
+    "allowed_token_ids": _allowed_tokens,
+    "structured_outputs": _structured,
+    "extra": _extra,
+}
+
+
+def _is_list_of_strings(value: object) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    return all(isinstance(item, str) for item in cast("Sequence[object]", value))
+
+
+def _require(condition: bool, where: str, value: object, expected: str) -> None:
+    if not condition:
+        raise TypeError(f"{where}={value!r} ({type(value).__name__}): expected {expected}")
+
+
+_SAMPLING_DEFAULTS: Sequence[tuple[str, Any]] = [
+    (field.name, field.default_factory() if callable(field.default_factory) else field.default)
+    for field in dataclasses.fields(SamplingParams)
+]
