@@ -1,11 +1,15 @@
-# One command each. Everything happens in .venv; nothing else on the machine is touched.
+# One command each. Everything happens in .venv, and vLLM's part in .venv-vllm; nothing else on the machine is touched.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench bench-vllm clean
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.ready
+
+.PHONY: setup demo test lint bench setup-vllm test-vllm bench-vllm clean
 
 setup: $(STAMP)
 
@@ -34,8 +38,22 @@ lint: setup
 bench: setup
 	$(BIN)/python -m benchmarks
 
+setup-vllm: $(VLLM_STAMP)
+
+# An environment of its own, since vLLM pins most of what it uses; requirements-vllm.txt is all of it.
+$(VLLM_STAMP): pyproject.toml requirements-vllm.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --constraint requirements-vllm.txt torch
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --requirement requirements-vllm.txt
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+# ARGS="-m 'not slow'" leaves out what takes an engine of its own.
+test-vllm: setup-vllm
+	$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+
 bench-vllm: setup-vllm
-	.venv-vllm/bin/python -m benchmarks.vllm
+	$(VLLM_BIN)/python -m benchmarks.vllm
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -37,11 +37,12 @@ def main(lifeline_fd: int, bootstrap_fd: int, exception_fd: int, native_fd: int)
     logging.basicConfig(level=logging.WARNING, format=f"[engine {bootstrap.rank}] %(levelname)s %(name)s: %(message)s")
     context: zmq.Context[Any] = zmq.Context()
     proc = EngineCoreProc(bootstrap, context)
+    code = 0
     try:
         proc.run()
     except Terminated:
         proc.say_goodbye()
-        raise
+        code = 128 + signal.SIGTERM
     except BaseException as error:
         try:
             _report(error, proc, context, exception_fd)
@@ -54,7 +55,7 @@ def main(lifeline_fd: int, bootstrap_fd: int, exception_fd: int, native_fd: int)
     sys.stderr.flush()
     # shutdown() has freed what must not stay. Taking the interpreter apart with torch in it would take most of a second
     # more, in which nothing of use happens.
-    os._exit(0)
+    os._exit(code)
 
 
 def _report(error: BaseException, proc: EngineCoreProc, context: zmq.Context[Any], exception_fd: int) -> None:

@@ -79,6 +79,8 @@ class SchedulerControl:
             **more,
             **{name: getattr(core, name) for name in own},
         }
+        for name in core.unavailable_utilities():
+            self._utilities.pop(name, None)
         self.info: EngineInfo = dataclasses.replace(core.describe(), utilities=sorted(self._utilities))
         self._live = live
         self._release = release
@@ -131,11 +133,20 @@ class SchedulerControl:
         """Call a utility; its result may be a :class:`Deferred`.
 
         :raises LookupError: if the engine has no such utility
-        :raises Exception: what the utility raised; that call fails, and if ``broken`` is set now, the engine with it
+        :raises Exception: what the utility raised, or what the engine failed of meanwhile; that call fails, and if
+            ``broken`` is set now, the engine with it
         """
         if method not in self._utilities:
             raise LookupError(f"this engine has no utility {method!r}")
-        return self._utilities[method](*args)
+        try:
+            return self._utilities[method](*args)
+        except Exception:
+            try:
+                self.core.check_health()
+            except BaseException:
+                self.broken = True
+                raise
+            raise
 
     # ---- the utilities that every engine has; anyengine.utilities describes them for those who call ----
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
@@ -31,7 +32,10 @@ _MARK = "__anyengine_utility__"
 
 
 class ProgressReporter(Protocol):
-    """Tells the client how far loading has come; ``fraction`` is 0.0 to 1.0, or None when nobody can say."""
+    """Tells the client how far loading has come; ``fraction`` is 0.0 to 1.0, or None when nobody can say.
+
+    Any thread may call it during :meth:`EngineCore.load`, but only one at a time.
+    """
 
     def __call__(self, stage: str, fraction: float | None = None) -> None:
         """Report ``stage``, in words for people, and how much of it is done."""
@@ -135,6 +139,24 @@ class EngineCore(abc.ABC):
 
         :param tags: ``"weights"``, ``"kv_cache"`` or both, in this order: only what was put to sleep and is not back
         :raises Exception: if it cannot; it is then asked for the same again
+        """
+
+    def unavailable_utilities(self) -> AbstractSet[str]:
+        """Names of utilities that this engine, as it was loaded, cannot serve: they are not offered."""
+        return frozenset()
+
+    def failure_fd(self) -> int | None:
+        """A descriptor that becomes readable when the engine fails while nobody calls it (a worker of it died).
+
+        It is asked for once, after :meth:`load`. When it is readable, :meth:`check_health` is called, also while the
+        engine is paused.
+        """
+        return None
+
+    def check_health(self) -> None:  # noqa: B027 - an engine without failure_fd() does not override it
+        """Find out whether the engine can go on; called when a utility has failed, too.
+
+        :raises Exception: if it cannot; this ends the engine, as an exception from :meth:`step` does
         """
 
     def statistics(self) -> Mapping[str, float]:

