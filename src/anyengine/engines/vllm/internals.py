@@ -19,7 +19,8 @@ from anyengine.engines.vllm.leftovers import scratch_directory, start_resource_t
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.engines.vllm.parameters import embeddings, sampling_params
 from anyengine.errors import RequestError
-from anyengine.types import EngineInfo, SamplingParams
+from anyengine.params import SamplingParams
+from anyengine.types import EngineInfo
 
 
 class VllmCore:

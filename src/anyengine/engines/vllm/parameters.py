@@ -7,7 +7,7 @@ from typing import Any
 
 from anyengine.engines.vllm.installed import find
 from anyengine.errors import RequestError
-from anyengine.types import SamplingParams, StructuredOutputs
+from anyengine.params import SamplingParams, StructuredOutputs
 
 
 def lora_request(fields: Mapping[str, Any]) -> Any:
