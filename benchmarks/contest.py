@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -60,3 +61,8 @@ def take_turns(contestants: Sequence[Contestant], rounds: int, command: str, **a
 def column(results: dict[str, list[dict[str, float]]], name: str) -> dict[str, list[float]]:
     """One figure of results that have several."""
     return {key: [result[name] for result in rounds] for key, rounds in results.items()}
+
+
+def medians(slices: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """The median of each slice."""
+    return {key: [statistics.median(part) for part in parts] for key, parts in slices.items()}

@@ -19,7 +19,8 @@ from pathlib import Path
 from benchmarks.contest import Contestant
 from benchmarks.report import Figure, print_table
 from benchmarks.suites import FULL, QUICK
-from benchmarks.vllm.suites import CLIENT_LAYER, WORKER, model
+from benchmarks.vllm.model import model
+from benchmarks.vllm.suites import CLIENT_LAYER, WORKER
 
 OUTPUT = Path("build/bench-vllm.json")
 _BACKENDS = ("asyncio", "uvloop", "trio")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
-import json
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from benchmarks import sync
-from benchmarks.contest import Contestant, column, take_turns
+from benchmarks.contest import Contestant, column, medians, take_turns
 from benchmarks.report import Figure
 from benchmarks.suites import Scale
 
@@ -24,9 +20,6 @@ _STEPS = {1: 8000, 64: 4000, 256: 2000}
 _AT_LEAST = {1: 2.0, 256: 8.0}
 _PACES = {1: 500.0, 64: 200.0, 256: 100.0}
 """Rows of a step, and steps per second."""
-
-_CONCURRENCIES = (1, 4, 16)
-"""Requests at a time; the last is as many as the engine runs at once."""
 
 
 def whole_steps(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
@@ -98,81 +91,15 @@ def sync_client(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]
         return sync.compare(rivals, scale.rounds, scale.work, RIVAL)
 
 
-def model(scale: Scale) -> list[Figure]:
-    """``AsyncLLM``, and our client with vLLM's engine behind it: two engines with the model, of which one is busy."""
-    names = ("ours", "vllm")
-    results: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-
-    def start(name: str) -> Contestant:
-        started = time.perf_counter()
-        contestant = Contestant(name, "asyncio", "benchmarks.vllm.model_worker")
-        results["start"][contestant.key].append(time.perf_counter() - started)
-        return contestant
-
-    with ExitStack() as stack:
-        pair = [stack.enter_context(start(name)) for name in names]
-        figures = [figure for concurrency in _CONCURRENCIES for figure in _generate(pair, concurrency, scale)]
-        for number, contestant in _turns(pair, scale.rounds):
-            took = contestant.run("cancel", concurrency=_CONCURRENCIES[-1], seed=number)
-            results["cancel"][contestant.key].append(took)
-        for contestant in pair:
-            results["stop"][contestant.key].append(contestant.run("stop"))
-    for number in range(1 if scale.few else 2):
-        for name in names if number % 2 else reversed(names):
-            with start(name) as contestant:
-                took = contestant.run("kill", concurrency=_CONCURRENCIES[-1], seed=number)
-                results["kill"][contestant.key].append(took)
-                contestant.run("stop")
-    return [
-        *figures,
-        Figure("model: cancel to the next request's token", "ms", results["cancel"], digits=0, rival=RIVAL),
-        Figure("model: SIGKILL to the last of 16 streams", "ms", results["kill"], digits=0, rival=RIVAL),
-        Figure("model: start, from a new interpreter", "s", results["start"], rival=RIVAL),
-        Figure("model: stop", "ms", results["stop"], digits=0, rival=RIVAL),
-    ]
-
-
-def _turns(contestants: Sequence[Contestant], rounds: int) -> Iterator[tuple[int, Contestant]]:
-    for number in range(rounds):
-        for contestant in contestants if number % 2 == 0 else reversed(contestants):
-            yield number, contestant
-
-
-def _generate(pair: Sequence[Contestant], concurrency: int, scale: Scale) -> list[Figure]:
-    for contestant in pair:  # what is done for the first time takes longer
-        contestant.run("generate", concurrency=concurrency, seed=concurrency)
-    slices: dict[str, list[dict[str, Any]]] = {contestant.key: [] for contestant in pair}
-    for number, contestant in _turns(pair, scale.rounds):
-        seed = 1000 * (number + 1) + concurrency
-        slices[contestant.key].append(contestant.run("generate", concurrency=concurrency, seed=seed))
-    if concurrency == 1 and len({json.dumps(column(slices, "tokens")[key]) for key in slices}) > 1:
-        raise AssertionError("the two engines gave different tokens for the same prompt")
-    label = f"model, {concurrency} at a time"
-    rate = Figure(f"{label}: tokens", "1/s", column(slices, "tokens_per_s"), True, rival=RIVAL)
-    firsts, gaps = column(slices, "firsts"), column(slices, "gaps")
-    return [
-        rate.against_rival(1.0),
-        _medians(f"{label}: first token", "ms", firsts, 1),
-        _medians(f"{label}: gap between tokens", "ms", gaps, 1),
-        Figure(f"{label}: client CPU per token", "us", column(slices, "cpu_us"), digits=0, rival=RIVAL),
-        Figure(f"{label}: engine CPU per token", "ms", column(slices, "engine_cpu_ms"), rival=RIVAL),
-    ]
-
-
 def _percentiles(label: str, slices: dict[str, list[list[float]]]) -> tuple[Figure, Figure]:
     """The medians of slices that took turns; the 99th percentile is that of all samples, for a slice has too few."""
     tail = {
         key: [statistics.quantiles(itertools.chain.from_iterable(parts), n=100)[98]] for key, parts in slices.items()
     }
     return (
-        _medians(f"{label}: p50", "us", slices, 0),
+        Figure(f"{label}: p50", "us", medians(slices), digits=0, rival=RIVAL),
         Figure(f"{label}: p99", "us", tail, digits=0, rival=RIVAL),
     )
-
-
-def _medians(name: str, unit: str, slices: Mapping[str, Sequence[Sequence[float]]], digits: int) -> Figure:
-    medians = {key: [statistics.median(part) for part in parts] for key, parts in slices.items()}
-    return Figure(name, unit, medians, digits=digits, rival=RIVAL)
 
 
 CLIENT_LAYER: dict[str, Callable[[Sequence[Contestant], Scale], list[Figure]]] = {
