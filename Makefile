@@ -9,7 +9,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo test lint bench setup-vllm test-vllm clean
+.PHONY: setup demo test lint bench setup-vllm test-vllm bench-vllm clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,9 @@ $(VLLM_STAMP): pyproject.toml requirements-vllm.txt
 # ARGS="-m 'not slow'" leaves out what takes an engine of its own.
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+
+bench-vllm: setup-vllm
+	$(VLLM_BIN)/python -m benchmarks.vllm
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .hypothesis

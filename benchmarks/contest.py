@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 
 class Contestant:
-    """A worker process; ``name`` is ``"ours"`` or ``"baseline"``."""
+    """A worker process: ``module``, told the contestant's name, such as ``"ours"``, and its event loop."""
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, module: str = "benchmarks.worker") -> None:
         self.name = name
         self.backend = backend
         self.key = f"{name}/{backend}"
-        command = [sys.executable, "-m", "benchmarks.worker", name, backend]
+        command = [sys.executable, "-m", module, name, backend]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pids: list[int] = self._read()
 
@@ -60,3 +61,8 @@ def take_turns(contestants: Sequence[Contestant], rounds: int, command: str, **a
 def column(results: dict[str, list[dict[str, float]]], name: str) -> dict[str, list[float]]:
     """One figure of results that have several."""
     return {key: [result[name] for result in rounds] for key, rounds in results.items()}
+
+
+def medians(slices: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """The median of each slice."""
+    return {key: [statistics.median(part) for part in parts] for key, parts in slices.items()}

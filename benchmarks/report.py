@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 OURS, RIVAL = "ours/asyncio", "baseline/asyncio"
-"""The two that are compared with each other."""
+"""The two that are compared with each other, where a figure does not name another rival."""
 
 TRIO_FACTOR = 1.5
 """How much worse than on asyncio a figure may be on trio."""
@@ -28,13 +28,17 @@ class Target:
 
 @dataclasses.dataclass
 class Figure:
-    """One line of the table. ``rounds`` holds each contestant's samples, in ``unit``, in the order of the rounds."""
+    """One line of the table. ``rounds`` holds each contestant's samples, in ``unit``, in the order of the rounds.
+
+    ``rival`` is the contestant that :data:`OURS` is compared with.
+    """
 
     name: str
     unit: str
     rounds: Mapping[str, Sequence[float]]
     higher_is_better: bool = False
     digits: int = 1
+    rival: str = RIVAL
     targets: list[Target] = dataclasses.field(default_factory=list[Target])
 
     def median(self, contestant: str) -> float | None:
@@ -49,13 +53,18 @@ class Figure:
             return None
         return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
-    def against_baseline(self, limit: float) -> Figure:
+    @property
+    def rival_name(self) -> str:
+        """The rival's name without its event loop."""
+        return self.rival.partition("/")[0]
+
+    def against_rival(self, limit: float) -> Figure:
         """Ask for ``limit`` times the rival's figure, at least or at most, whichever is better."""
-        ratio = self.ratio(OURS, RIVAL)
+        ratio = self.ratio(OURS, self.rival)
         if ratio is not None:
             sign = ">=" if self.higher_is_better else "<="
             met = ratio >= limit if self.higher_is_better else ratio <= limit
-            self.targets.append(Target(f"{sign} {limit:g}x baseline", ratio, met))
+            self.targets.append(Target(f"{sign} {limit:g}x {self.rival_name}", ratio, met))
         return self
 
     def trio_close(self) -> Figure:
@@ -80,7 +89,7 @@ class Figure:
             "unit": self.unit,
             "higher_is_better": self.higher_is_better,
             "medians": {key: self.median(key) for key in self.rounds},
-            "ratio_to_baseline": self.ratio(OURS, RIVAL),
+            f"ratio_to_{self.rival_name}": self.ratio(OURS, self.rival),
             "ratio_of_trio_to_asyncio": self.ratio("ours/trio", OURS),
             "targets": [dataclasses.asdict(target) for target in self.targets],
             "rounds": {key: list(samples) for key, samples in self.rounds.items()},
@@ -95,10 +104,10 @@ def print_table(figures: Sequence[Figure], contestants: Sequence[str], title: st
     for key in contestants:
         name, _, backend = key.partition("/")
         table.add_column(f"{name}\n{backend}", justify="right", no_wrap=True)
-    table.add_column("ours :\nbaseline", justify="right", no_wrap=True)
+    table.add_column(f"ours :\n{figures[0].rival_name}", justify="right", no_wrap=True)
     table.add_column("target (measured)")
     for figure in figures:
-        ratio = figure.ratio(OURS, RIVAL)
+        ratio = figure.ratio(OURS, figure.rival)
         table.add_row(
             figure.name,
             figure.unit,

@@ -56,7 +56,7 @@ def throughput(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
         label = f"{'whole steps' if command == 'whole_steps' else 'streams'} of {rows}"
         rate = Figure(f"{label}: outputs_per_s", "1/s", column(results, "outputs_per_s"), True, 0)
         if command == "whole_steps" and rows in (1, 256):
-            rate.against_baseline(1.2 if rows == 1 else 5.0)
+            rate.against_rival(1.2 if rows == 1 else 5.0)
         figures.append(rate.trio_close())
         client = column(results, "cpu_us_per_output")
         figures.append(Figure(f"{label}: client CPU per output", "us", client, digits=2))
@@ -74,7 +74,7 @@ def latency(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
         results = take_turns(contestants, scale.latency_rounds, command, samples=_LATENCY_SAMPLES)
         middle = {key: [statistics.median(part) for part in slices] for key, slices in results.items()}
         p50 = Figure(f"{label}: p50", "us", middle, digits=0)
-        figures.append((p50.against_baseline(0.7) if command == "utility" else p50).trio_close())
+        figures.append((p50.against_rival(0.7) if command == "utility" else p50).trio_close())
         # Of all samples together: one slice has three beyond its own 99th percentile.
         tail = {
             key: [statistics.quantiles(itertools.chain.from_iterable(slices), n=100)[98]]

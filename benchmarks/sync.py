@@ -18,7 +18,7 @@ from typing import Any
 from anyengine import SamplingParams, SyncEngineClient, open_sync_engine_client
 from anyengine.types import EngineSpec
 from benchmarks.contest import Contestant, column, take_turns
-from benchmarks.report import Figure
+from benchmarks.report import RIVAL, Figure
 from benchmarks.sync_baseline import SyncBaselineClient
 from benchmarks.throughput import CHECK_EVERY, SPREAD
 
@@ -184,7 +184,7 @@ def serve(contestant: str, backend: str) -> None:
     if contestant == "sync":
         commands: dict[str, Callable[..., Any]] = {"whole_steps": whole_steps, "one_by_one": one_by_one, "many": many}
         with open_sync_engine_client(ENGINE, backend=backend) as client:  # type: ignore[arg-type]
-            _serve(commands, client, client.health().pid)
+            serve_commands(commands, client, client.health().pid)
     else:
         commands = {
             "whole_steps": whole_steps_of_baseline,
@@ -192,10 +192,11 @@ def serve(contestant: str, backend: str) -> None:
             "many": many_of_baseline,
         }
         with SyncBaselineClient() as rival:
-            _serve(commands, rival, rival.process.pid)
+            serve_commands(commands, rival, rival.process.pid)
 
 
-def _serve(commands: dict[str, Callable[..., Any]], client: object, pid: int) -> None:
+def serve_commands(commands: dict[str, Callable[..., Any]], client: object, pid: int) -> None:
+    """Run commands, as :mod:`benchmarks.worker` does, until there are no more."""
     print(json.dumps([os.getpid(), pid]), flush=True)
     for line in sys.stdin:
         name, arguments = json.loads(line)
@@ -204,22 +205,28 @@ def _serve(commands: dict[str, Callable[..., Any]], client: object, pid: int) ->
 
 def measure(backends: Sequence[str], rounds: int, work: float) -> list[Figure]:
     """The figures; each stands in the column of the async client of the same event loop, the rival's in asyncio's."""
-    figures: list[Figure] = []
     with ExitStack() as stack:
         contestants = [stack.enter_context(Contestant("sync", backend)) for backend in backends if backend != "uvloop"]
         if any(contestant.backend == "asyncio" for contestant in contestants):
             contestants.append(stack.enter_context(Contestant("sync_baseline", "asyncio")))
-        for rows, steps in _STEPS.items():
-            results = _named(take_turns(contestants, rounds, "whole_steps", rows=rows, steps=int(steps * work)))
-            label = f"sync client, whole steps of {rows}"
-            rate = Figure(f"{label}: outputs_per_s", "1/s", column(results, "outputs_per_s"), True, 0)
-            figures.append(rate.against_baseline(2.0) if rows == 256 else rate)
-            figures.append(Figure(f"{label}: client CPU per output", "us", column(results, "cpu_us"), digits=2))
-        for command, requests in _REQUESTS.items():
-            results = _named(take_turns(contestants, rounds, command, requests=int(requests * work)))
-            label = f"sync client, requests {'one by one' if command == 'one_by_one' else f'{CONCURRENCY} at a time'}"
-            rate = Figure(f"{label}: requests_per_s", "1/s", column(results, "requests_per_s"), True, 0)
-            figures += [rate, Figure(f"{label}: client CPU", "us", column(results, "cpu_us"), digits=0)]
+        return compare(contestants, rounds, work)
+
+
+def compare(contestants: Sequence[Contestant], rounds: int, work: float, rival: str = RIVAL) -> list[Figure]:
+    """The figures of contestants that run already."""
+    figures: list[Figure] = []
+    for rows, steps in _STEPS.items():
+        results = _named(take_turns(contestants, rounds, "whole_steps", rows=rows, steps=int(steps * work)))
+        label = f"sync client, whole steps of {rows}"
+        rate = Figure(f"{label}: outputs_per_s", "1/s", column(results, "outputs_per_s"), True, 0, rival)
+        figures.append(rate.against_rival(2.0) if rows == 256 else rate)
+        cpu = column(results, "cpu_us")
+        figures.append(Figure(f"{label}: client CPU per output", "us", cpu, digits=2, rival=rival))
+    for command, requests in _REQUESTS.items():
+        results = _named(take_turns(contestants, rounds, command, requests=int(requests * work)))
+        label = f"sync client, requests {'one by one' if command == 'one_by_one' else f'{CONCURRENCY} at a time'}"
+        rate = Figure(f"{label}: requests_per_s", "1/s", column(results, "requests_per_s"), True, 0, rival)
+        figures += [rate, Figure(f"{label}: client CPU", "us", column(results, "cpu_us"), digits=0, rival=rival)]
     return figures
 
 

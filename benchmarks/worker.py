@@ -44,35 +44,46 @@ _BASELINE: dict[str, Callable[..., Awaitable[Any]]] = {
     "prompt_embeds": tensors.prompt_embeds_of_baseline,
 }
 
+_answers = sys.stdout
+
 
 async def serve_ours() -> None:
     """Run commands against anyengine."""
     async with open_engine_client(EMBEDS) as client:
-        _answer([os.getpid(), client.health().pid])
-        while (command := await _next_command()) is not None:
+        answer([os.getpid(), client.health().pid])
+        while (command := await next_command()) is not None:
             name, arguments = command
             if name in _OURS_ALONE:
-                _answer(await _OURS_ALONE[name](**arguments))
+                answer(await _OURS_ALONE[name](**arguments))
             else:
-                _answer(await _OURS[name](client, **arguments))
+                answer(await _OURS[name](client, **arguments))
 
 
 async def serve_baseline() -> None:
     """Run commands against the rival."""
     async with BaselineClient() as client:
-        _answer([os.getpid(), client.process.pid])
-        while (command := await _next_command()) is not None:
+        answer([os.getpid(), client.process.pid])
+        while (command := await next_command()) is not None:
             name, arguments = command
-            _answer(await _BASELINE[name](client, **arguments))
+            answer(await _BASELINE[name](client, **arguments))
 
 
-async def _next_command() -> tuple[str, dict[str, Any]] | None:
+async def next_command() -> tuple[str, dict[str, Any]] | None:
+    """The next command from stdin; None when there are no more."""
     line = await to_thread.run_sync(sys.stdin.readline)
     return json.loads(line) if line else None
 
 
-def _answer(value: object) -> None:
-    print(json.dumps(value), flush=True)
+def answer(value: object) -> None:
+    """Answer the last command."""
+    print(json.dumps(value), file=_answers, flush=True)
+
+
+def keep_stdout_for_answers() -> None:
+    """Have everything else that this process and its children print go to stderr."""
+    global _answers
+    _answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
 
 def main(contestant: str, backend: str) -> None:
