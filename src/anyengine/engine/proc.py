@@ -32,6 +32,10 @@ logger: logging.Logger = logging.getLogger("anyengine")
 STATS_INTERVAL = 1.0
 """Seconds between two STATS messages while there is work."""
 
+STATS_DELAY = 0.005
+"""Seconds without work or input after which the last figures are sent: whoever was just answered may ask again at once,
+and is not to wait for figures."""
+
 LOOK_INTERVAL = 0.00005
 """Seconds between two looks for messages while there is work: steps that take less do not look each time, for a message
 is longer on its way than that."""
@@ -184,9 +188,9 @@ class EngineCoreProc:
             if control.has_work():
                 self._work(control)
                 continue
-            if self._stats_due or control.state is not self._state_told:
+            if control.state is not self._state_told:
                 self._send_stats(control)
-            self._await_input(control.core)
+            self._await_input(control)
             self._receive(control)
         if self._ending == "drain" and self._owner is not None:
             # A paused engine has no work: what it holds and keeps is aborted.
@@ -195,8 +199,8 @@ class EngineCoreProc:
         for connection in self._connections:
             control.abort_requests(connection.live)
 
-    def _await_input(self, core: EngineCore) -> None:
-        """Return when a message may wait: after a moment of looking, sleep until then.
+    def _await_input(self, control: SchedulerControl) -> None:
+        """Return when a message may wait: after a moment of looking, sleep until then, or until figures are due.
 
         :raises Exception: what the engine failed of, if it does meanwhile
         """
@@ -214,9 +218,12 @@ class EngineCoreProc:
         ]
         if self._failure_fd is not None:
             awaited.append((self._failure_fd, zmq.POLLIN))
-        ready: list[tuple[Any, int]] = zmq.zmq_poll(awaited, int(LEAVE_LIMIT * 1000) if comes_and_goes else -1)
+        seconds = STATS_DELAY if self._stats_due else LEAVE_LIMIT if comes_and_goes else None
+        ready: list[tuple[Any, int]] = zmq.zmq_poll(awaited, -1 if seconds is None else int(seconds * 1000))
         if any(socket == self._failure_fd for socket, _ in ready):
-            core.check_health()
+            control.core.check_health()
+        if not ready and self._stats_due:
+            self._send_stats(control)
 
     def _receive(self, control: SchedulerControl) -> None:
         """Take in all that has come."""
