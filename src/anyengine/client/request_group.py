@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -29,14 +29,17 @@ IndexedResult = tuple[int, Completion | RequestError]
 class RequestGroup:
     """Requests that run side by side, alike in all but their prompts. Their results come in the order of their ends.
 
-    Whoever makes it must have :meth:`run` running as long as it is used. When the engine dies, its error follows the
-    results from before.
+    Whoever makes it must have :meth:`run` running as long as it is used, unless the session takes requests now and
+    ``limit`` is not reached. When the engine dies, its error follows the results from before.
+
+    :param limit: requests that are under way at a time; the others wait here, and follow as soon as one has ended
     """
 
-    def __init__(self, session: EngineSession, sampling: SamplingParams, options: RequestOptions) -> None:
+    def __init__(self, session: EngineSession, sampling: SamplingParams, options: RequestOptions, limit: int) -> None:
         self._session = session
         self._sampling = sampling
         self._options = options
+        self._limit = limit
         self._indices: dict[int, int] = {}  # of live requests, by their handles
         self._tokens: dict[int, list[int]] = {}
         self._details: dict[int, list[OutputDetails]] = {}
@@ -46,7 +49,8 @@ class RequestGroup:
         self._steps: list[Sequence[int]] = []
         self._results: list[IndexedResult] = []
         self._error: ErrorFactory | None = None
-        self._backlog: deque[IndexedPrompt] = deque()
+        self._queue: deque[IndexedPrompt] = deque()  # beyond the limit
+        self._backlog: deque[IndexedPrompt] = deque()  # within the limit, and not sent yet
         self._backlog_grew = anyio.Event()
         self._aborting = 0  # requests of which the engine has not let go yet
         self._released = anyio.Event()
@@ -56,15 +60,11 @@ class RequestGroup:
 
     def add(self, prompts: Sequence[IndexedPrompt]) -> None:
         """Send more requests, now or as soon as the engine takes them."""
-        if self._error is not None:
-            return
-        self._backlog.extend(prompts)
-        while self._backlog and self._session.takes_requests_now:
-            self._send_backlog()
-        if self._backlog:
-            self._backlog_grew.set()
+        if self._error is None:
+            self._queue.extend(prompts)
+            self._top_up()
 
-    def take(self) -> list[IndexedResult]:
+    def results(self) -> list[IndexedResult]:
         """The results that have come since the last time, perhaps none.
 
         :raises EngineError: if the engine died or the client was closed, after all results from before
@@ -87,6 +87,7 @@ class RequestGroup:
 
     def abort(self) -> None:
         """Abort the requests that run, without waiting for anything."""
+        self._queue.clear()
         self._backlog.clear()
         self._aborting = len(self._indices)
         self._session.abort(list(self._indices))
@@ -105,6 +106,7 @@ class RequestGroup:
                         self._refuse([self._backlog.popleft()], error)
                     else:
                         self._send_backlog()
+                    self._top_up()
         except EngineError as error:
             problem = error
             self.close(lambda: problem)
@@ -115,16 +117,15 @@ class RequestGroup:
 
     def push(self, outputs: StepOutputs) -> None:
         """The rows of its requests in one step."""
-        if outputs.counts is not None or outputs.details:
-            self._turn_columns()
-            for handle, tokens, details in outputs.rows():
-                self._push_row(handle, tokens, details)
-        else:
+        if outputs.counts is None and not outputs.details:
             column = outputs.handle_bytes()
             if column != self._column:
                 self._turn_columns()
                 self._column, self._handles = column, outputs.handles
             self._steps.append(outputs.token_ids)
+            return
+        self._turn_columns()
+        self._take(outputs.rows())
 
     def wake(self) -> None:
         """Tell whoever listens that there is something to take."""
@@ -137,6 +138,7 @@ class RequestGroup:
         if self._error is None:
             self._error = error
         self._indices.clear()
+        self._queue.clear()
         self._backlog.clear()
         self._backlog_grew.set()
         self._released.set()
@@ -146,13 +148,25 @@ class RequestGroup:
         """The engine has let go of one of its requests, which was aborted; one that is still wanted gets an end."""
         if handle in self._indices:
             self._turn_columns()
-            self._push_row(handle, (), OutputDetails(finish_reason="abort"))
+            self._take([(handle, (), OutputDetails(finish_reason="abort"))])
             return
         self._aborting -= 1
         if not self._aborting:
             self._released.set()
 
     # ---- inside ----
+
+    def _top_up(self) -> None:
+        """Send what may be sent now."""
+        while True:
+            while self._queue and len(self._indices) + len(self._backlog) < self._limit:
+                self._backlog.append(self._queue.popleft())
+            if not self._backlog:
+                return
+            if not self._session.takes_requests_now:
+                self._backlog_grew.set()
+                return
+            self._send_backlog()
 
     def _send_backlog(self) -> None:
         """Send as many requests as may live, in one message."""
@@ -185,25 +199,25 @@ class RequestGroup:
             self._steps.clear()
         self._column = None
 
-    def _push_row(self, handle: int, tokens: Sequence[int], details: OutputDetails | None) -> None:
-        self._tokens[handle].extend(tokens)
-        if details is None:
-            return
-        self._details.setdefault(handle, []).append(details)
-        if details.finish_reason is not None:
-            self._end(handle, details)
-
-    def _end(self, handle: int, last: OutputDetails) -> None:
-        index, tokens = self._indices.pop(handle), self._tokens.pop(handle)
-        details = self._details.pop(handle)
-        result: Completion | RequestError
-        if last.finish_reason == "error":
-            result = RequestError(f"request {handle}: {last.error or 'failed in the engine'}")
-        else:
-            result = completion_of(str(handle), tokens, details)
-        self._results.append((index, result))
-        if self._wake is not None and len(self._results) == 1:
+    def _take(self, rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -> None:
+        ended: list[tuple[int, int]] = []
+        for handle, tokens, details in rows:
+            self._tokens[handle].extend(tokens)
+            if details is not None:
+                self._details.setdefault(handle, []).append(details)
+                if details.finish_reason is not None:
+                    ended.append((handle, self._indices.pop(handle)))
+        # Before their results are made: the engine may have nothing else to do.
+        self._top_up()
+        if ended and self._wake is not None and not self._results:
             self._session.delivery.unparked.appendleft(self)
+        self._results += [(index, self._result(handle)) for handle, index in ended]
+
+    def _result(self, handle: int) -> Completion | RequestError:
+        tokens, details = self._tokens.pop(handle), self._details.pop(handle)
+        if details[-1].finish_reason == "error":
+            return RequestError(f"request {handle}: {details[-1].error or 'failed in the engine'}")
+        return completion_of(str(handle), tokens, details)
 
     async def _leave(self) -> None:
         """Abort what runs, and wait, shielded and bounded, until the engine has let go of it."""

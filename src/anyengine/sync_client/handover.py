@@ -81,18 +81,19 @@ class StepHandover:
         :raises anyio.BusyResourceError: if another thread waits
         """
         waiter = Latch()
-        with self._lock:
-            if self._steps or self._roused:
-                self._roused = False
-                return
-            if self._waiter is not None:
-                raise anyio.BusyResourceError("reading outputs from")
-            self._waiter = waiter
         try:
+            with self._lock:
+                if self._steps or self._roused:
+                    self._roused = False
+                    return
+                if self._waiter is not None:
+                    raise anyio.BusyResourceError("reading outputs from")
+                self._waiter = waiter
             waiter.wait()
-        finally:
-            self._waiter = None
-            self._roused = False
+        finally:  # an interrupt may come between any two lines
+            if self._waiter is waiter:
+                self._waiter = None
+                self._roused = False
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None

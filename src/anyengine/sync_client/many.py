@@ -66,7 +66,7 @@ class GroupExchange:
 
     def _collect(self, wait: PortalWait) -> None:
         try:
-            self._results += self._group.take()
+            self._results += self._group.results()
         except EngineError as error:
             wait.fail(error)
         else:
@@ -100,7 +100,7 @@ class OneRequest:
 
     def _listen(self, wait: PortalWait) -> Callable[[], object]:
         prompt, sampling, options = self._request
-        group = RequestGroup(self._session, sampling, options)
+        group = RequestGroup(self._session, sampling, options, 1)
         self._session.check_open()
         if self._session.takes_requests_now:
             group.add([(0, prompt)])
@@ -111,7 +111,7 @@ class OneRequest:
 
     def _collect(self, group: RequestGroup, wait: PortalWait) -> None:
         try:
-            self._results = group.take()
+            self._results = group.results()
         except EngineError as error:
             wait.fail(error)
         else:
@@ -121,18 +121,21 @@ class OneRequest:
 def generate_many(
     portal: Portal[Any], group: RequestGroup, info: EngineInfo, prompts: Iterator[Sequence[int]], max_concurrency: int
 ) -> Generator[IndexedResult]:
-    """The results of ``prompts`` as they come. Prompts are taken from their iterator when there is room for them."""
+    """The results of ``prompts`` as they come.
+
+    The group is given twice as many as it may have under way, so that the end of one request is the start of the next.
+    """
     exchange = GroupExchange(portal, group, info)
     numbered = enumerate(prompts)
     task = portal.start(group.run)
     try:
-        running = _send_more(exchange, numbered, max_concurrency)
-        while running:
+        given = _give_more(exchange, numbered, 2 * max_concurrency)
+        while given:
             results = exchange.receive()
-            running -= len(results)
+            given -= len(results)
             try:
-                # Before the results are looked at: the engine is not to wait for that.
-                running += _send_more(exchange, numbered, max_concurrency - running)
+                # Before the results are looked at, which may take long.
+                given += _give_more(exchange, numbered, 2 * max_concurrency - given)
             except BaseException:
                 yield from results  # what went wrong with the prompts comes after what there is already
                 raise
@@ -141,7 +144,7 @@ def generate_many(
         portal.abandon(task)
 
 
-def _send_more(exchange: GroupExchange, numbered: Iterator[tuple[int, Sequence[int]]], limit: int) -> int:
+def _give_more(exchange: GroupExchange, numbered: Iterator[tuple[int, Sequence[int]]], limit: int) -> int:
     batch = list(itertools.islice(numbered, limit))
     exchange.send(batch)
     return len(batch)

@@ -204,9 +204,9 @@ class SyncEngineClient(BlockingEngineUtilities):
         """Many requests, each to its end: pairs of a prompt's index and its completion, in the order of completion.
 
         A request that is refused or fails gives its :class:`RequestError` in place of the completion, and the others go
-        on. Prompts are taken from ``prompts`` in the calling thread, when others have ended and before the results of
-        those are given out, so that a generator may read them from a file. Ending the iteration early, however that
-        happens, aborts what runs.
+        on. Prompts are taken from ``prompts`` in the calling thread, a few times ``max_concurrency`` ahead of the
+        results, so that a generator may read them from a file. Ending the iteration early, however that happens, aborts
+        what runs.
 
         :param prompts: each prompt as token ids (u32)
         :param max_concurrency: requests that are under way at a time; more than the client's ``max_requests`` are
@@ -222,7 +222,9 @@ class SyncEngineClient(BlockingEngineUtilities):
             raise TypeError(f"prompts={prompts!r:.80} ({type(prompts).__name__}): expected an iterable of token ids")
         sampling = check_sampling(sampling_params, self.info)
         options = check_options(self.info, priority, cache_salt, lora)
-        group = self._portal.call_now(functools.partial(RequestGroup, self._session, sampling, options))
+        group = self._portal.call_now(
+            functools.partial(RequestGroup, self._session, sampling, options, max_concurrency)
+        )
         return generate_many(self._portal, group, self.info, iter(prompts), max_concurrency)
 
     def add_request(
