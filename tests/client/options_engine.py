@@ -16,8 +16,13 @@ class OptionsEngine(EngineCore):
     :param options: the request options that it supports
     """
 
-    def __init__(self, options: Sequence[str] = ("priority", "cache_salt", "lora")) -> None:
+    def __init__(
+        self,
+        options: Sequence[str] = ("priority", "cache_salt", "lora"),
+        tasks: Sequence[str] = ("generate", "embed"),
+    ) -> None:
         self._options = options
+        self._tasks = tasks
         self._requests: list[EngineRequest] = []
 
     def describe(self) -> EngineInfo:
@@ -25,7 +30,7 @@ class OptionsEngine(EngineCore):
             engine="options",
             version="1",
             max_model_len=100,
-            supported_tasks=("generate", "embed"),
+            supported_tasks=self._tasks,
             request_options=self._options,
         )
 

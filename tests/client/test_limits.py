@@ -137,7 +137,7 @@ async def test_who_waits_for_a_turn_learns_of_the_end(ending: str) -> None:
 
 
 async def test_a_request_that_stalls_fails_alone() -> None:
-    async with open_engine_client(scripted_spec(max_num_seqs=1)) as client:
+    async with open_engine_client(scripted_spec(max_num_seqs=1, step_delay=0.001)) as client:
         await client.call_utility("freeze", 0.0, False)
         running = await client.add_request([0], FOREVER)  # takes the only slot, so the others wait in the engine
         with pytest.raises(RequestStalledError, match=r"nothing came of it for 0\.2 s, its stall_limit"):

@@ -88,11 +88,22 @@ async def test_what_an_engine_does_not_support_is_refused_by_name() -> None:
                 client.open_request([1], **{name: value})
             with pytest.raises(RequestError, match=message):
                 await client.add_request([1], **{name: value})
-        with pytest.raises(RequestError, match=r"task='classify': engine 'options' .* it supports generate, embed"):
-            await client.encode([1], PoolingParams(task="classify"))
+        for task in ("classify", "generate"):
+            with pytest.raises(RequestError, match=f"task='{task}': engine 'options' has no such pooling task"):
+                await client.encode([1], PoolingParams(task=task))
         with pytest.raises(TypeError, match=r"pooling_params=SamplingParams.*: expected a PoolingParams"):
             await client.encode([1], SamplingParams())  # type: ignore[arg-type]
         assert client.statistics().live_requests == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("leaves_nothing")
+async def test_an_engine_that_only_pools_is_not_asked_for_tokens() -> None:
+    spec = EngineSpec("tests.client.options_engine:OptionsEngine", {"tasks": ["embed"]})
+    async with open_engine_client(spec) as client:
+        with pytest.raises(RequestError, match=r"generates no tokens; call encode\(\) for its tasks: embed"):
+            await client.generate([1])
+        assert (await client.encode([1, 2])).pooling_output == [[1, 2], "embed", None]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from anyengine import (
     StartLimits,
     open_engine_client,
 )
+from anyengine.client import opening
 from anyengine.testing import StartFault, faulty_launcher, scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -239,9 +240,9 @@ async def test_native_cancellation_while_the_services_start_ends_them(anyio_back
         block = open_engine_client(scripted_spec())
         serve = block._serve
 
-        async def serve_for_one_that_is_cancelled(**options: Any) -> None:
+        async def serve_for_one_that_is_cancelled(serving: anyio.Event) -> None:
             task.cancel()
-            await serve(**options)
+            await serve(serving)
 
         block._serve = serve_for_one_that_is_cancelled  # type: ignore[method-assign]
         async with block:
@@ -251,6 +252,23 @@ async def test_native_cancellation_while_the_services_start_ends_them(anyio_back
     done, _ = await asyncio.wait([task], timeout=20)
     assert done
     assert task.cancelled()
+
+
+async def test_cancellation_in_the_turn_in_which_the_services_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = anyio.CancelScope()
+
+    async def cancelling_reader(session: Any) -> None:
+        scope.cancel()
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(opening, "read_router", cancelling_reader)
+    for _ in range(10):  # trio starts tasks in an order of its own
+        scope = anyio.CancelScope()
+        with scope:
+            async with open_engine_client(scripted_spec()):
+                pytest.fail("the block was entered")
+        assert scope.cancelled_caught
+    await until(lambda: not children_of(os.getpid()))
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,18 @@ from tests.helpers import until_sync
 from tests.sync_client.conftest import Opener
 from tests.sync_client.test_calls import nothing_runs
 
-from anyengine import Completion, RequestError, SamplingParams
+from anyengine import (
+    Completion,
+    EngineClosedError,
+    EngineSpec,
+    RequestError,
+    SamplingParams,
+    ShutdownPolicy,
+    SyncEngineClient,
+    open_sync_engine_client,
+)
+from anyengine.sync_client import portal
+from anyengine.sync_client.portal import Backend
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -113,3 +125,74 @@ def test_bad_input_is_refused_at_the_call(open_scripted: Opener) -> None:
         with pytest.raises(TypeError, match="tokenize it first"):
             list(client.generate_many(["text"]))  # type: ignore[list-item]
         assert nothing_runs(client)
+
+
+def test_an_early_end_at_once_leaves_no_request_live(open_scripted: Opener) -> None:
+    """The first result is a refusal, which comes before the loop has had a turn for the others."""
+    with open_scripted({"step_delay": 0.01}) as client:
+        for _ in range(30):
+            for _, result in client.generate_many([[], [1], [2]], SamplingParams(max_tokens=10**6)):
+                assert isinstance(result, RequestError)
+                break
+            assert client.statistics().live_requests == 0
+        until_sync(lambda: nothing_runs(client))
+
+
+def test_two_threads_share_the_places_that_there_are(open_scripted: Opener) -> None:
+    with open_scripted({"step_delay": 0.001}, max_requests=2, when_full="wait") as client:
+        results: list[dict[int, object]] = []
+
+        def run() -> None:
+            results.append(dict(client.generate_many([[1]] * 12, SamplingParams(max_tokens=3), max_concurrency=4)))
+
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [set(each) for each in results] == [set(range(12))] * 3
+        assert all(isinstance(result, Completion) for each in results for result in each.values())
+        assert nothing_runs(client)
+
+
+def test_a_client_that_drains_gives_the_results_of_what_ran_and_then_the_error(open_scripted: Opener) -> None:
+    ended: list[tuple[int, object]] = []
+    errors: list[Exception] = []
+
+    def run(client: SyncEngineClient) -> None:
+        # Each counts up to its stop token, in another step than the others; four run, and four wait for their turn.
+        sampling = SamplingParams(max_tokens=10**6, stop_token_ids=[500])
+        prompts = [[400 + 10 * index] for index in range(4)] + [[1]] * 4
+        try:
+            for index, result in client.generate_many(prompts, sampling, max_concurrency=4):
+                assert isinstance(result, Completion)
+                ended.append((index, result.finish_reason))
+        except EngineClosedError as error:
+            errors.append(error)
+
+    shutdown = ShutdownPolicy(mode="drain", drain_limit=30)
+    with open_scripted({"step_delay": 0.005}, shutdown=shutdown) as client:
+        thread = threading.Thread(target=run, args=(client,))
+        thread.start()
+        until_sync(lambda: client.statistics().live_requests == 4)
+    thread.join()
+    assert ended == [(3, "stop"), (2, "stop"), (1, "stop"), (0, "stop")]
+    assert len(errors) == 1
+
+
+def test_leaving_the_block_does_not_wait_for_a_suspended_iteration(
+    open_scripted: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portal, "INTERRUPT_LIMIT", 1000)
+    with open_scripted() as client:
+        results = client.generate_many([[1]], SamplingParams(max_tokens=2))
+        next(results)
+    with pytest.raises(StopIteration):
+        next(results)
+
+
+def test_several_rows_of_a_request_in_each_step_keep_their_order(backend: Backend) -> None:
+    spec = EngineSpec("tests.sync_client.twofold_engine:TwofoldEngine")
+    with open_sync_engine_client(spec, backend=backend) as client:
+        results = dict(client.generate_many([[10], [20]], SamplingParams(max_tokens=8)))
+        assert [results[index].token_ids for index in (0, 1)] == [list(range(11, 19)), list(range(21, 29))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import queue
 import signal
 import subprocess
@@ -18,7 +19,14 @@ from tests.helpers import until_sync
 from tests.sync_client.conftest import Opener
 from tests.sync_client.test_calls import FOREVER, nothing_runs
 
-from anyengine import EngineClosedError, SamplingParams, ShutdownPolicy, open_sync_engine_client
+from anyengine import (
+    EngineClosedError,
+    EngineDeadError,
+    RestartPolicy,
+    SamplingParams,
+    ShutdownPolicy,
+    open_sync_engine_client,
+)
 from anyengine.sync_client.portal import Backend
 from anyengine.testing import scripted_spec
 
@@ -239,3 +247,33 @@ def test_a_plain_script_needs_no_main_guard(leave: str, backend: Backend) -> Non
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=30)
     assert (result.stdout, result.stderr) == ("[2, 3]\n", "")
     assert result.returncode == (3 if leave == "raise" else 0)
+
+
+def test_a_refusal_in_the_clients_own_thread_leaves_get_output_to_the_others(open_scripted: Opener) -> None:
+    with open_scripted() as client:
+
+        def read_in_own_thread() -> None:
+            with pytest.raises(RuntimeError, match="would wait for itself"):
+                client.get_output()
+
+        client._portal.call_now(read_in_own_thread)
+        client.add_request([1], SamplingParams(max_tokens=1))
+        assert client.get_output().token_ids[0] == 2
+
+
+def test_a_thread_that_waits_for_steps_is_told_of_a_death_that_a_restart_follows(open_scripted: Opener) -> None:
+    told: list[Exception] = []
+    with open_scripted(restart=RestartPolicy(limit=1, window=600, backoff=0)) as client:
+
+        def read() -> None:
+            with pytest.raises(EngineDeadError) as caught:
+                client.get_output()
+            told.append(caught.value)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        until_sync(lambda: client._steps.is_awaited)
+        os.kill(client.health().pid, signal.SIGKILL)
+        thread.join(20)
+        assert len(told) == 1
+        assert client.generate([1], SamplingParams(max_tokens=1)).token_ids == [2]

@@ -85,10 +85,10 @@ def check_pooling(pooling: object, info: EngineInfo) -> PoolingParams:
     """
     if not isinstance(pooling, PoolingParams):
         raise TypeError(f"pooling_params={pooling!r:.80} ({type(pooling).__name__}): expected a PoolingParams")
-    if pooling.task not in info.supported_tasks:
-        supported = ", ".join(info.supported_tasks)
+    if pooling.task not in info.supported_tasks or pooling.task == "generate":
+        supported = ", ".join(task for task in info.supported_tasks if task != "generate") or "none"
         raise RequestError(
-            f"PoolingParams.task={pooling.task!r}: engine {info.engine!r} does not support it; it supports {supported}"
+            f"PoolingParams.task={pooling.task!r}: engine {info.engine!r} has no such pooling task; it has {supported}"
         )
     return pooling
 
@@ -105,6 +105,9 @@ def check_options(
     :raises TypeError: if one has the wrong type
     :raises RequestError: if one is out of its range, or the engine does not support it; the message names it
     """
+    if pooling is None and "generate" not in info.supported_tasks:
+        supported = ", ".join(info.supported_tasks)
+        raise RequestError(f"engine {info.engine!r} generates no tokens; call encode() for its tasks: {supported}")
     if priority == 0 and type(priority) is int and cache_salt is lora is pooling is None:
         return NO_OPTIONS
     options = RequestOptions(priority=priority, cache_salt=cache_salt, lora=lora, pooling=pooling)

@@ -96,9 +96,9 @@ class EngineKeeper:
         self._starting = True
         try:
             await self._supervisor.start(self._group, self._limits)
-            await self._introduce_guests()
             if (error := self._session.link.callback_error) is not None:
                 raise error
+            await self._introduce_guests()
         finally:
             self._starting = False
 

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 import anyio
 from anyio import to_thread
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from anyengine.client.admission import WhenFull
 from anyengine.client.engine_client import EngineClient
@@ -147,15 +147,17 @@ class EngineClientBlock:
             self._cancel_body,
         )
         self._group = anyio.create_task_group()
-        self._services_scope = anyio.CancelScope()
+        self._services_scope = anyio.CancelScope(shield=True)
+        self._services: TaskGroup
         self._services_ended: anyio.Event | None = None
         self._body_scope: anyio.CancelScope | None = None
         await self._group.__aenter__()
         try:
-            services: TaskGroup = await self._group.start(self._serve)
-            # Only now: a native cancellation that meets the start ends the task, and would wait for ever for a shield.
-            self._services_scope.shield = True
-            await self._keeper.start(services)
+            # Not by the group's start(): cancelled meanwhile, that cancels the task and waits for it, shield or not.
+            serving = anyio.Event()
+            self._group.start_soon(self._serve, serving)
+            await serving.wait()
+            await self._keeper.start(self._services)
         except BaseException as error:
             await self._close(error)
             raise
@@ -192,7 +194,7 @@ class EngineClientBlock:
         if self._options.on_death == "cancel" and self._body_scope is not None:
             self._body_scope.cancel()
 
-    async def _serve(self, *, task_status: TaskStatus[TaskGroup]) -> None:
+    async def _serve(self, serving: anyio.Event) -> None:
         # Shielded, because the engine must be ended in good order when the block around it is cancelled; _close ends
         # this scope, and every way out of the block leads through _close.
         with self._services_scope, self._while_serving():
@@ -203,7 +205,8 @@ class EngineClientBlock:
                 services.start_soon(show_output, self._session)
                 if (connections := self._session.endpoints.connections) is not None:
                     services.start_soon(watch_connections, self._session, connections)
-                task_status.started(services)
+                self._services = services
+                serving.set()
                 await anyio.sleep_forever()
 
     @contextmanager

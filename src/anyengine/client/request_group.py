@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -48,21 +50,24 @@ class RequestGroup:
         self._handles: Sequence[int] = ()
         self._steps: list[Sequence[int]] = []
         self._results: list[IndexedResult] = []
-        self._error: ErrorFactory | None = None
+        self._failure: Callable[[], Exception] | None = None  # why no more requests can be sent
+        self._is_left = False
         self._queue: deque[IndexedPrompt] = deque()  # beyond the limit
         self._backlog: deque[IndexedPrompt] = deque()  # within the limit, and not sent yet
         self._backlog_grew = anyio.Event()
         self._aborting = 0  # requests of which the engine has not let go yet
         self._released = anyio.Event()
         self._wake: Callable[[], object] | None = None
+        self._noticed = False
 
     # ---- for its owner, in the event loop ----
 
     def add(self, prompts: Sequence[IndexedPrompt]) -> None:
         """Send more requests, now or as soon as the engine takes them."""
-        if self._error is None:
+        if self._failure is None and not self._is_left:
             self._queue.extend(prompts)
             self._top_up()
+            self.wake()
 
     def results(self) -> list[IndexedResult]:
         """The results that have come since the last time, perhaps none.
@@ -70,23 +75,25 @@ class RequestGroup:
         :raises EngineError: if the engine died or the client was closed, after all results from before
         """
         results, self._results = self._results, []
-        if not results and self._error is not None:
-            raise self._session.told(self._error())
+        if not results and self._failure is not None and not self._indices:
+            error = self._failure()
+            raise self._session.told(error) if isinstance(error, EngineError) else error
         return results
 
     def listen(self, wake: Callable[[], object]) -> None:
         """Have ``wake`` called once when there is something to take, perhaps at once."""
-        if self._results or self._error is not None:
-            wake()
-        else:
-            self._wake = wake
+        self._wake = wake
+        self.wake()
 
     def stop_listening(self) -> None:
         """Nobody is to be woken any more."""
         self._wake = None
 
     def abort(self) -> None:
-        """Abort the requests that run, without waiting for anything."""
+        """Abort the requests that run, without waiting for anything, and take no more."""
+        if self._is_left:
+            return
+        self._is_left = True
         self._queue.clear()
         self._backlog.clear()
         self._aborting = len(self._indices)
@@ -94,22 +101,17 @@ class RequestGroup:
         self._indices.clear()
 
     async def run(self) -> None:
-        """Send what cannot be sent at once, as long as the group is not closed; cancelling it aborts the requests."""
+        """Send what cannot be sent at once. It ends by cancellation alone, which aborts the requests that run."""
         try:
-            while self._error is None:
+            while True:
                 await self._backlog_grew.wait()
                 self._backlog_grew = anyio.Event()
-                while self._backlog:
-                    try:
-                        await self._session.admit(None)
-                    except RequestError as error:
-                        self._refuse([self._backlog.popleft()], error)
-                    else:
-                        self._send_backlog()
-                    self._top_up()
-        except EngineError as error:
-            problem = error
-            self.close(lambda: problem)
+                try:
+                    while self._backlog:
+                        await self._send_when_admitted()
+                except Exception as error:
+                    self._fail(error)
+                    self.wake()
         finally:
             await self._leave()
 
@@ -125,22 +127,22 @@ class RequestGroup:
             self._steps.append(outputs.token_ids)
             return
         self._turn_columns()
-        self._take(outputs.rows())
+        self._take_rows(outputs.rows())
 
     def wake(self) -> None:
-        """Tell whoever listens that there is something to take."""
-        if self._wake is not None:
+        """Tell whoever listens, if there is something to take."""
+        self._noticed = False
+        if self._wake is not None and (self._results or (self._failure is not None and not self._indices)):
             wake, self._wake = self._wake, None
             wake()
 
     def close(self, error: ErrorFactory) -> None:
         """Nothing more will come: ``error`` follows the results that are there."""
-        if self._error is None:
-            self._error = error
+        if self._failure is None:
+            self._failure = error
         self._indices.clear()
         self._queue.clear()
         self._backlog.clear()
-        self._backlog_grew.set()
         self._released.set()
         self.wake()
 
@@ -148,16 +150,16 @@ class RequestGroup:
         """The engine has let go of one of its requests, which was aborted; one that is still wanted gets an end."""
         if handle in self._indices:
             self._turn_columns()
-            self._take([(handle, (), OutputDetails(finish_reason="abort"))])
+            self._take_rows([(handle, (), OutputDetails(finish_reason="abort"))])
             return
         self._aborting -= 1
         if not self._aborting:
             self._released.set()
 
-    # ---- inside ----
+    # ---- sending ----
 
     def _top_up(self) -> None:
-        """Send what may be sent now."""
+        """Send what may be sent now. Whoever listens has to be told afterwards."""
         while True:
             while self._queue and len(self._indices) + len(self._backlog) < self._limit:
                 self._backlog.append(self._queue.popleft())
@@ -168,9 +170,23 @@ class RequestGroup:
                 return
             self._send_backlog()
 
+    async def _send_when_admitted(self) -> None:
+        try:
+            await self._session.admit(None)
+        except RequestError as error:
+            if self._backlog:
+                self._refuse([self._backlog.popleft()], error)
+        else:
+            if self._backlog:
+                self._send_backlog()
+            else:  # it has been sent meanwhile
+                self._session.admission.update()
+        self._top_up()
+        self.wake()
+
     def _send_backlog(self) -> None:
-        """Send as many requests as may live, in one message."""
-        room = min(len(self._backlog), self._session.admission.room, MAX_PROMPTS)
+        """Send as many requests as may live, one at least, in one message."""
+        room = max(1, min(len(self._backlog), self._session.admission.room, MAX_PROMPTS))
         batch = [self._backlog.popleft() for _ in range(room)]
         try:
             handles, _ = self._session.register(
@@ -178,28 +194,40 @@ class RequestGroup:
             )
         except RequestError as error:  # each is refused for the same reason
             self._refuse(batch, error)
-            return
         except EngineError as error:
-            problem = error
-            self.close(lambda: problem)
-            return
-        for handle, (index, _) in zip(handles, batch, strict=True):
-            self._indices[handle] = index
-            self._tokens[handle] = []
+            self._fail(error)
+        else:
+            for handle, (index, _) in zip(handles, batch, strict=True):
+                self._indices[handle] = index
+                self._tokens[handle] = []
 
     def _refuse(self, batch: Sequence[IndexedPrompt], error: RequestError) -> None:
         self._results += [(index, error) for index, _ in batch]
-        self.wake()
+
+    def _fail(self, error: Exception) -> None:
+        """No more can be sent. What runs may still end; ``error`` comes after that."""
+        if self._failure is None:
+            self._failure = functools.partial(copy.copy, error.with_traceback(None))
+        self._queue.clear()
+        self._backlog.clear()
+
+    # ---- receiving ----
 
     def _turn_columns(self) -> None:
         if self._steps:
             tokens = self._tokens
-            for handle, row in zip(self._handles, zip(*self._steps, strict=True), strict=True):
-                tokens[handle].extend(row)
+            if len(set(self._handles)) == len(self._handles):
+                rows = zip(*self._steps, strict=True)
+                for handle, row in zip(self._handles, rows, strict=True):
+                    tokens[handle].extend(row)
+            else:  # a request has several rows in each step
+                for step in self._steps:
+                    for handle, token in zip(self._handles, step, strict=True):
+                        tokens[handle].append(token)
             self._steps.clear()
         self._column = None
 
-    def _take(self, rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -> None:
+    def _take_rows(self, rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -> None:
         ended: list[tuple[int, int]] = []
         for handle, tokens, details in rows:
             self._tokens[handle].extend(tokens)
@@ -209,9 +237,10 @@ class RequestGroup:
                     ended.append((handle, self._indices.pop(handle)))
         # Before their results are made: the engine may have nothing else to do.
         self._top_up()
-        if ended and self._wake is not None and not self._results:
-            self._session.delivery.unparked.appendleft(self)
         self._results += [(index, self._result(handle)) for handle, index in ended]
+        if ended and self._wake is not None and not self._noticed:
+            self._noticed = True
+            self._session.delivery.unparked.appendleft(self)
 
     def _result(self, handle: int) -> Completion | RequestError:
         tokens, details = self._tokens.pop(handle), self._details.pop(handle)
@@ -221,7 +250,7 @@ class RequestGroup:
 
     async def _leave(self) -> None:
         """Abort what runs, and wait, shielded and bounded, until the engine has let go of it."""
-        if self._indices:
-            self.abort()
+        self.abort()
+        if self._aborting:
             with anyio.move_on_after(RELEASE_LIMIT, shield=True):
                 await self._released.wait()

@@ -202,9 +202,11 @@ class RequestStream:
             self._arrival = anyio.Event()
             self._parked = True
             try:
-                with anyio.move_on_after(self._stall_limit) if self._stall_limit is not None else nullcontext():
+                limit = None if self._stall_limit is None else anyio.move_on_after(self._stall_limit)
+                with limit or nullcontext():
                     await self._arrival.wait()
-                if self._parked:
+                # A wake that was put off may be one for a wait that has ended before this one: then wait on.
+                if limit is not None and limit.cancelled_caught and self._parked:
                     self._error = self._stalled
             finally:
                 self._arrival = None

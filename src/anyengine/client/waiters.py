@@ -81,6 +81,11 @@ class OutputQueue:
         """Whether the error of a death has been raised, and nothing is left of what came before it."""
         return self._error is not None and self._told and not self._steps
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether an error is to be raised when what came before it has been read."""
+        return self._error is not None
+
     def push(self, outputs: StepOutputs) -> None:
         """Append a step."""
         (self._later if self._reopened else self._steps).append(outputs)

@@ -188,7 +188,8 @@ class EngineCoreProc:
             if control.has_work():
                 self._work(control)
                 continue
-            if control.state is not self._state_told:
+            overdue = self._stats_due and time.monotonic() - self._stats_sent_at >= STATS_INTERVAL
+            if overdue or control.state is not self._state_told:
                 self._send_stats(control)
             self._await_input(control)
             self._receive(control)

@@ -30,6 +30,11 @@ class StepHandover:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread waits."""
+        return self._waiter is not None
+
     # ---- in the loop's thread ----
 
     def extend(self, steps: Iterable[StepOutputs]) -> None:
@@ -133,12 +138,19 @@ class StepSubscription(Listener):
     def wake(self) -> None:
         """Move what has come."""
         self._noticed = False
-        if steps := self._session.queue.get_outputs_nowait():
+        queue = self._session.queue
+        steps = queue.get_outputs_nowait()
+        if steps:
             self._steps.extend(steps)
-        elif not self.is_over:
-            # Closed. Why is for the next one to be told who asks; perhaps nobody does.
-            self._session.queue.stop_listening()
-            self._end(None)
+        if queue.is_closed and not self.is_over:
+            queue.stop_listening()
+            if steps or not self._steps.is_awaited:
+                self._end(None)  # why is for the next one to be told who asks; perhaps nobody does
+                return
+            try:
+                queue.take()
+            except EngineError as error:
+                self._end(self._session.told(error))
 
     def close(self) -> None:
         """The loop has ended."""

@@ -13,7 +13,7 @@ from anyengine.client.session import EngineSession
 from anyengine.errors import EngineError, RequestError
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.sync_client.portal import Portal
-from anyengine.sync_client.portal_call import PortalWait
+from anyengine.sync_client.portal_call import PortalCall, PortalWait
 from anyengine.types import Completion, EngineInfo
 
 
@@ -40,7 +40,7 @@ class GroupExchange:
             self._portal.post(functools.partial(self._group.add, checked))
 
     def receive(self) -> list[IndexedResult]:
-        """The results that have come since the last time, one at least.
+        """The results that have come since the last time, as a rule one at least.
 
         :raises EngineDeadError: if the engine died, after all results from before
         :raises EngineClosedError: if the client was closed
@@ -123,12 +123,14 @@ def generate_many(
 ) -> Generator[IndexedResult]:
     """The results of ``prompts`` as they come.
 
-    The group is given twice as many as it may have under way, so that the end of one request is the start of the next.
+    The group is given at most twice as many as it may have under way, so that the end of one request is the start of
+    the next.
     """
     exchange = GroupExchange(portal, group, info)
     numbered = enumerate(prompts)
-    task = portal.start(group.run)
+    task: PortalCall[object] = PortalCall(group.run, None)
     try:
+        portal.start(task)
         given = _give_more(exchange, numbered, 2 * max_concurrency)
         while given:
             results = exchange.receive()
@@ -142,6 +144,7 @@ def generate_many(
             yield from results
     finally:
         portal.abandon(task)
+        portal.post_surely(group.abort)  # if the task was ended before its first turn
 
 
 def _give_more(exchange: GroupExchange, numbered: Iterator[tuple[int, Sequence[int]]], limit: int) -> int:

@@ -48,6 +48,7 @@ class Portal(Generic[T]):
         self._accepting = True
         self._lock = threading.Lock()
         self._calls: set[PortalCall[Any] | Listener] = set()
+        self._background: set[PortalCall[Any]] = set()  # those of the calls that nothing in the block ends
         self._opened = Latch()
         self._ended = Latch()
         self._run_soon: Callable[[Callable[[], object]], object] = _no_loop_yet
@@ -76,7 +77,7 @@ class Portal(Generic[T]):
         except BaseException:
             self._interrupted = True
             if self._thread.ident is not None:
-                self._post_surely(self._cancel)
+                self.post_surely(self._cancel)
                 self._ended.wait()  # bounded; a second interrupt leaves the rest to the loop's thread
             raise
 
@@ -86,12 +87,12 @@ class Portal(Generic[T]):
         An interrupt meanwhile comes out when the block has been left. A second one comes out at once; the rest goes on
         in the loop's thread.
         """
-        self._check_thread()
+        self.check_thread()
         try:
             self.post(self._leave)
             self._ended.wait()
         except BaseException:
-            self._post_surely(self._leave)
+            self.post_surely(self._leave)
             self._ended.wait()
             raise
         self._join()
@@ -145,13 +146,14 @@ class Portal(Generic[T]):
         wait.check()
 
     def subscribe(self, listener: Listener, earlier: Listener | None) -> None:
-        """Have the loop bring something from now on, in place of what ``earlier`` brought.
-
-        :raises RuntimeError: if called in the loop's own thread
-        """
-        if earlier is not None:
-            self._calls.discard(earlier)
-        self._submit(listener)
+        """Have the loop bring something from now on, in place of what ``earlier`` brought, whatever interrupts this."""
+        try:
+            if earlier is not None:
+                self._calls.discard(earlier)
+            self._submit(listener)
+        except BaseException:
+            self.post_surely(functools.partial(self._start, listener))
+            raise
 
     def finish(self, function: Callable[[], Awaitable[R]]) -> R:
         """Run an async function that must happen and takes a moment only.
@@ -162,13 +164,13 @@ class Portal(Generic[T]):
         :raises RuntimeError: if called in the loop's own thread, where it would wait for itself
         """
         self.check_open()
-        self._check_thread()
+        self.check_thread()
         call = PortalCall(function, None)
         try:
             self._submit(call)
             call.done.wait()
         except BaseException:
-            self._post_surely(functools.partial(self._start, call))
+            self.post_surely(functools.partial(self._start, call))
             call.done.wait(INTERRUPT_LIMIT)
             raise
         return call.result()
@@ -181,16 +183,20 @@ class Portal(Generic[T]):
 
         return self.call(run)
 
-    def start(self, function: Callable[[], Awaitable[object]]) -> PortalCall[object]:
-        """Have an async function run in the loop without waiting for it; :meth:`abandon` must follow."""
+    def start(self, call: PortalCall[object]) -> None:
+        """Have a call run in the loop without waiting for it; :meth:`abandon` must follow. It ends with the block.
+
+        :raises EngineClosedError: if the block was left
+        :raises RuntimeError: if called in the loop's own thread
+        """
         self.check_open()
-        call = PortalCall(function, None)
+        self._background.add(call)
         self._submit(call)
-        return call
 
     def abandon(self, call: PortalCall[Any] | PortalWait) -> None:
         """Cancel a call and wait, bounded, until nothing of it runs. It waits for nothing in the loop's own thread."""
-        self._post_surely(functools.partial(self._abandon, call))
+        self._background.discard(call)
+        self.post_surely(functools.partial(self._abandon, call))
         if not self.is_own_thread:
             call.gone.wait(INTERRUPT_LIMIT)
 
@@ -199,7 +205,8 @@ class Portal(Generic[T]):
         if self._ended.is_set:
             raise EngineClosedError("the client is closed: its block was left")
 
-    def _check_thread(self) -> None:
+    def check_thread(self) -> None:
+        """:raises RuntimeError: if called in the loop's own thread, which would wait for itself"""
         if self.is_own_thread:
             raise RuntimeError(
                 "a blocking call in the thread that serves it would wait for itself; "
@@ -207,7 +214,7 @@ class Portal(Generic[T]):
             )
 
     def _submit(self, call: PortalCall[Any] | Listener) -> None:
-        self._check_thread()
+        self.check_thread()
         # A call is in the table before the loop ends, and is ended with it, or it comes after that and is told.
         with self._lock:
             if self._ended.is_set:
@@ -222,7 +229,7 @@ class Portal(Generic[T]):
         with contextlib.suppress(RuntimeError):
             self._run_soon(function)
 
-    def _post_surely(self, function: Callable[[], object]) -> None:
+    def post_surely(self, function: Callable[[], object]) -> None:
         """Post what has to happen after an interrupt, whatever interrupts this; the first one is on its way up."""
         while True:
             try:
@@ -262,8 +269,10 @@ class Portal(Generic[T]):
                 except BaseException as error:  # for whoever opens or closes, without the group's wrapping
                     self._error = error
                 finally:
-                    # Every call ends by itself now, most of them with what the client's end brought them.
+                    # Every other call ends by itself now, most of them with what the client's end brought them.
                     self._accepting = False
+                    for call in tuple(self._background):
+                        call.abandon()
                     self._group.cancel_scope.deadline = anyio.current_time() + INTERRUPT_LIMIT
 
     def _leave(self) -> None:
@@ -276,6 +285,7 @@ class Portal(Generic[T]):
         if call.started:
             return
         call.started = True
+        self._calls.add(call)  # if an interrupt came before it was
         if not self._accepting:
             self._calls.discard(call)
             call.close()

@@ -295,6 +295,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         return step
 
     def _subscribe(self) -> None:
+        self._portal.check_thread()
         with self._subscribing:
             earlier = self._subscription
             if earlier is None or earlier.is_over:
