@@ -13,7 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 HEADER = 4096
-"""Bytes in front of the array in a block. The first of them is nonzero while the engine holds the block."""
+"""Bytes in front of the array in a block. The first of them is the state of the block, one of the three below."""
+
+FREE = 0
+HELD = 1
+"""The engine has it, or will have it."""
+LOST = 2
+"""The engine has let go of it, but processes that it forked may read it, and nobody knows until when."""
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, <linux/mman.h>, since Linux 5.14; Python's mmap module does not name it
 _FAILED = ctypes.c_void_p(-1).value
@@ -28,6 +34,18 @@ _unmap: Callable[[int, int], int] = _libc.munmap
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _advise: Callable[[int, int, int], int] = _libc.madvise
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_untrack: Callable[[object], None] = ctypes.pythonapi.PyObject_GC_UnTrack
+ctypes.pythonapi.PyObject_GC_UnTrack.restype = None
+ctypes.pythonapi.PyObject_GC_UnTrack.argtypes = (ctypes.py_object,)
+
+
+def go_last(value: object) -> None:
+    """Have ``value`` finalized only when nothing refers to it; nothing that it refers to may lead back to it.
+
+    Otherwise the collector, when it finds a cycle, calls the finalizers of all that is in it or hangs on it alone, in
+    any order: one would unmap, or give away, what the next one reads.
+    """
+    _untrack(value)
 
 
 class Mapping:
@@ -40,6 +58,7 @@ class Mapping:
     address: int = 0
 
     def __init__(self, fd: int, size: int, *, private: bool) -> None:
+        go_last(self)
         self.size = size
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         address = _map(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
@@ -58,13 +77,13 @@ class Mapping:
         return memoryview(array).cast("B")
 
     @property
-    def is_held(self) -> bool:
-        """Of a block: whether the engine holds it."""
-        return ctypes.c_ubyte.from_address(self.address).value != 0
+    def state(self) -> int:
+        """Of a block: ``FREE``, ``HELD`` or ``LOST``."""
+        return ctypes.c_ubyte.from_address(self.address).value
 
-    @is_held.setter
-    def is_held(self, held: bool) -> None:
-        ctypes.c_ubyte.from_address(self.address).value = held
+    @state.setter
+    def state(self, state: int) -> None:
+        ctypes.c_ubyte.from_address(self.address).value = state
 
     def populate(self) -> bool:
         """Have all pages at hand, which is much faster than one fault for each; whether the system can do that."""

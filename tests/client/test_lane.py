@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.helpers import until
 from tests.lane import ONE_TOKEN, SIZE, is_free, lane_of, large, lent, passed
 
 import anyengine.client.staging
-from anyengine import EngineClient, RequestError, open_engine_client
+from anyengine import EngineClient, RequestError, UnencodableError, open_engine_client
+from anyengine.process.shared_storage import open_shared_storage
 from anyengine.protocol.arrays import WireArray
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -121,6 +123,48 @@ async def test_what_cannot_travel_is_refused_as_ever(client: EngineClient) -> No
     await is_free(client)
 
 
+async def test_cycles_and_what_raises_beside_a_large_array_are_refused_as_ever(client: EngineClient) -> None:
+    class Odd(dict[str, Any]):
+        def items(self) -> Any:
+            raise RuntimeError("odd")
+
+    twice: list[Any] = []
+    twice += [twice, twice]
+    for size in (SIZE, 4 * SIZE):  # without and with a thread
+        beside: list[Any] = [large(0, size)]
+        beside.append(beside)
+        deep: Any = large(0, size)
+        for _ in range(60):
+            deep = [deep]
+        for value in (twice, beside, {"a": beside}, deep):
+            with pytest.raises(UnencodableError, match="nested deeper than 56 levels, or a cycle"):
+                await client.call_utility("echo", value)
+        with pytest.raises(UnencodableError, match=r"looking into this .*Odd raised RuntimeError"):
+            await client.call_utility("echo", [large(0, size), Odd(a=large(1, size))])
+    pool = lane_of(client).pool
+    assert len(pool._idle) + len(pool._returned) <= 2  # of what was staged beside the mapping
+    assert passed(client) == 0
+
+
+async def test_lists_that_are_shared_are_looked_into_once(client: EngineClient) -> None:
+    for content in ([], [[1], 2], large(0, 2048)):
+        value: Any = content
+        for _ in range(50):
+            value = [value, value]
+        assert await client._session.stage(value) is value
+
+
+async def test_a_list_at_a_depth_that_is_allowed_is_staged(client: EngineClient) -> None:
+    value: Any = [large(0)]
+    for _ in range(54):
+        value = [value]
+    answer = await client.call_utility("echo", value)
+    for _ in range(55):
+        answer = answer[0]
+    assert digest(answer) == digest(large(0))
+    assert passed(client) == 1
+
+
 # ---- whose memory it is ----
 
 
@@ -156,6 +200,23 @@ async def test_a_tensor_arrives_as_a_tensor_and_the_engine_may_write_to_it() -> 
             assert await client.call_utility("fill", tensor, 5) == digest(torch.full_like(tensor, 5))
             assert not tensor.any()
         assert passed(client) == 4
+
+
+async def test_the_file_of_a_shared_tensor_is_not_looked_for_in_the_loops_thread(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def watched(tensor: Any) -> Any:
+        threads.append(threading.get_ident())
+        return open_shared_storage(tensor)
+
+    monkeypatch.setattr(anyengine.client.staging, "open_shared_storage", watched)
+    tensor = torch.ones(SIZE, dtype=torch.uint8)
+    assert await client.call_utility("digests", [tensor]) == [digest(tensor)]
+    assert threads == [threading.get_ident()]
+    assert await client.call_utility("digests", [tensor.share_memory_()]) == [digest(tensor)]
+    assert threads[1] != threads[0]
 
 
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
@@ -247,12 +308,17 @@ async def test_memory_that_is_not_used_any_more_is_given_back(
 
 async def test_a_process_that_the_engine_forked_keeps_what_it_has(client: EngineClient) -> None:
     await client.call_utility("keep", large(0))
+    pool = lane_of(client).pool
+    (block,) = pool._lent
     await client.call_utility("fork_and_drop")
+    await until(lambda: lent(client) == 0)
     for number in range(5):
         await client.call_utility("digests", [large(number)])
-    # The one that somebody may still read is not used again; the others are.
-    await until(lambda: lent(client) == 1)
-    assert lane_of(client).pool._idle
+    # The one that somebody may still read is neither used again nor kept here; the others are.
+    await until(lambda: lent(client) == 0)
+    assert pool._idle
+    assert block not in pool._idle
+    await until(lambda: not pool._given_up)
 
 
 # ---- when it does not go by the lane ----
@@ -298,6 +364,18 @@ async def test_an_engine_without_descriptors_refuses_that_request_alone(client: 
     await client.call_utility("allow_no_more_descriptors", True)
     completion = await client.generate(prompt_embeds=large(0), sampling_params=ONE_TOKEN)
     assert completion.token_ids == [first_token(large(0))]
+
+
+async def test_a_block_that_the_engine_could_not_take_is_not_kept_for_long(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.call_utility("allow_no_more_descriptors", False)
+    with pytest.raises(RequestError, match="but 0 came"):
+        await client.generate(prompt_embeds=large(0), sampling_params=ONE_TOKEN)
+    await client.call_utility("allow_no_more_descriptors", True)
+    assert lent(client) == 1
+    monkeypatch.setattr("anyengine.process.blocks.IDLE_LIMIT", 0.0)
+    await until(lambda: figures(os.getpid())["tensor_descriptors"] == figures(os.getpid())["tensor_mappings"] == 0)
 
 
 async def test_engines_without_a_lane() -> None:

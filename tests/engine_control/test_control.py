@@ -9,7 +9,7 @@ import pytest
 from tests.engine_control.harness import Runner, SpiedEngine
 from tests.engine_control.plain_engine import PlainEngine
 
-from anyengine.engine import Deferred, utility
+from anyengine.engine import Deferred, StepOutputs, utility
 from anyengine.engine.control import SchedulerState
 
 
@@ -422,6 +422,87 @@ def test_an_engine_that_fails_to_abort_is_broken() -> None:
     runner.add(1)
     with pytest.raises(RuntimeError, match="never"):
         runner.call("pause_scheduler", "abort")
+    assert runner.control.broken
+
+
+class BatchedEngine(SpiedEngine):
+    """Steps as an engine with a batch under way: its rows come a step later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch: StepOutputs | None = None
+        self.rows: StepOutputs | None = None
+        self.asked: list[str] = []
+
+    def has_work(self) -> bool:
+        return super().has_work() or self.batch is not None or self.rows is not None
+
+    def step(self) -> StepOutputs | None:
+        rows, self.rows = self.rows, None
+        if rows is None:
+            rows, self.batch = self.batch, super().step() if super().has_work() else None
+        return rows
+
+    def quiesce(self) -> None:
+        self.asked.append("quiesce")
+        if self.batch is not None:
+            self.rows, self.batch = self.batch, None
+
+    @utility
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self.asked.append("reset_prefix_cache")
+        return self.batch is None
+
+    def sleep(self, level: int) -> None:
+        self.asked.append("sleep")
+        assert self.batch is None
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        pass
+
+
+def test_a_pause_begins_when_nothing_is_under_way() -> None:
+    engine = BatchedEngine()
+    runner = Runner(engine)
+    runner.add(1, max_tokens=3)
+    runner.step()
+    runner.step()
+    assert runner.sent == [(1, 1, None)]
+    assert engine.batch is not None
+    runner.call("pause_scheduler", "keep")
+    assert engine.batch is None
+    assert runner.run() == 0
+    runner.call("resume_scheduler")
+    runner.run()
+    assert runner.sent == [(1, 1, None), (1, 1, None), (1, 1, "length")]
+    assert engine.asked == ["quiesce"]
+
+
+@pytest.mark.parametrize("method", ["pause_scheduler", "sleep"])
+def test_the_device_is_idle_before_anything_is_cleared(method: str) -> None:
+    engine = BatchedEngine()
+    runner = Runner(engine)
+    runner.add(1, max_tokens=3)
+    waits = runner.call(method, *((1, "wait") if method == "sleep" else ("wait",)))
+    assert isinstance(waits, Deferred)
+    assert not engine.asked
+    runner.run()
+    assert runner.answers() == {method: None}
+    expected = ["quiesce", "reset_prefix_cache", "sleep"]
+    assert engine.asked == (expected if method == "sleep" else expected[:2])
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_an_engine_that_fails_to_quiesce_is_broken(mode: str) -> None:
+    class FailingEngine(SpiedEngine):
+        def quiesce(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    runner = Runner(FailingEngine())
+    runner.add(1, max_tokens=1)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        runner.call("pause_scheduler", mode)
+        runner.run()
     assert runner.control.broken
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.helpers import is_running, until_sync
 
-from anyengine.engines.vllm import VllmEngine, installed
+from anyengine.engines.vllm import VllmEngine, installed, internals
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.engines.vllm.outputs import step_outputs
 from anyengine.engines.vllm.workers import WorkerDiedError, WorkerWatch
@@ -246,7 +246,20 @@ def test_a_version_that_lacks_something_is_refused_by_name(monkeypatch: pytest.M
         installed.import_vllm()
 
 
-# ---- sleeping, which needs a GPU in earnest ----
+# ---- requests ----
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+def test_only_the_cpus_generator_is_tried(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "find", lambda path: pytest.fail(f"{path} was looked for"))
+    core = object.__new__(internals.VllmCore)
+    core.config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True), device_config=SimpleNamespace(device_type=device)
+    )
+    assert core._seeds_are_safe
+
+
+# ---- pausing and sleeping, which need a GPU in earnest ----
 
 
 class Core:
@@ -254,6 +267,9 @@ class Core:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+
+    def abort(self, handles: list[int]) -> None:
+        self.asked.append(("abort", handles))
 
     def drain(self) -> list[Any]:
         self.asked.append("drain")
@@ -278,6 +294,7 @@ def test_what_was_under_way_comes_when_it_is_awake_again(level: int) -> None:
     engine = VllmEngine(model="a")
     core: Any = Core()
     engine._vllm = core
+    engine.quiesce()
     engine.sleep(level)
     engine.wake_up(["weights"])
     engine.wake_up(["kv_cache"])
@@ -290,3 +307,35 @@ def test_what_was_under_way_comes_when_it_is_awake_again(level: int) -> None:
     assert (list(kept.token_ids), kept.details[1].finish_reason) == ([5, 6], "length")
     assert list(new.token_ids) == [7]
     assert not engine.has_work()
+
+
+@pytest.mark.usefixtures("vllm_source")
+def test_nothing_comes_of_requests_that_are_aborted_in_a_pause() -> None:
+    engine = VllmEngine(model="a")
+    core: Any = Core()
+    engine._vllm = core
+    engine.quiesce()
+    engine.abort_requests([2, 3])
+    kept = engine.step()
+    assert kept is not None
+    assert (list(kept.handles), list(kept.token_ids)) == ([1], [5])
+    engine.quiesce()
+    engine.abort_requests([1, 2])
+    assert not engine.has_work()
+
+
+@pytest.mark.usefixtures("vllm_source")
+def test_a_worker_that_dies_while_its_results_are_awaited() -> None:
+    class Dying(Core):
+        def drain(self) -> list[Any]:
+            engine._watch.fail("worker Worker-0 has died")
+            raise RuntimeError("cancelled")
+
+        executor_failed = False
+
+    engine = VllmEngine(model="a")
+    core: Any = Dying()
+    engine._vllm, engine._watch = core, WorkerWatch()
+    with pytest.raises(WorkerDiedError, match="Worker-0"):
+        engine.quiesce()
+    engine._watch.close()

@@ -14,7 +14,7 @@ import numpy
 import pytest
 from tests.client.lane_engine import digest, figures, first_token, lane_spec
 from tests.helpers import is_running, until, until_sync
-from tests.lane import ONE_TOKEN, is_free, lane_of, large, passed
+from tests.lane import ONE_TOKEN, is_free, lane_of, large, lent, passed
 
 from anyengine import EngineClient, EngineDeadError, RequestError, RestartPolicy, open_engine_client
 from anyengine.protocol.lane import LANE_KIND, Passed, encode_passed
@@ -213,14 +213,25 @@ async def _generate(client: EngineClient, array: numpy.ndarray) -> None:
 
 async def test_a_process_that_the_application_forked_keeps_no_memory_of_engines() -> None:
     async with open_engine_client(lane_spec()) as client:
-        await client.call_utility("keep", large(0))
+        arrays = [large(number) for number in range(3)]
+        await client.call_utility("digests", arrays)
+        await until(lambda: lent(client) == 0)
+        await client.call_utility("keep", arrays[0])
+        staged = await client._session.stage(arrays[1])
+        assert figures(os.getpid())["tensor_mappings"] == 3  # one of each: idle, lent, and with an array of ours
         reader, writer = os.pipe()
         pid = os.fork()
         if not pid:
-            os.write(writer, str(figures(os.getpid())["tensor_descriptors"]).encode())
+            before = figures(os.getpid())
+            has_it = digest(staged) == digest(arrays[1])
+            del staged
+            after = figures(os.getpid())["tensor_mappings"]
+            found = [before["tensor_descriptors"], before["tensor_mappings"], has_it, after]
+            os.write(writer, str(found).encode())
             os._exit(0)
         os.waitpid(pid, 0)
-        assert os.read(reader, 10) == b"0"
+        assert os.read(reader, 100) == b"[0, 1, True, 0]"
         os.close(reader)
         os.close(writer)
+        del staged
         assert await client.call_utility("digests", [large(1)]) == [digest(large(1))]

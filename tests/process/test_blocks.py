@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from anyengine.memory import HEADER, Mapping
+from anyengine import memory
+from anyengine.memory import FREE, HEADER, HELD, LOST, Mapping
 from anyengine.process import blocks
 from anyengine.process.blocks import Block, BlockPool, Lease
 
@@ -59,7 +61,7 @@ def test_a_block_comes_back_when_it_is_dropped_or_the_engine_lets_go_of_it() -> 
     del dropped, lent, refused, _
     assert state(pool) == (2, 1, 0)
     assert pool.take(4).block is not block
-    block.is_held = False
+    block.state = FREE
     assert state(pool) == (3, 0, 0)
     assert bytes(view) == b"lent"  # a view keeps its memory, whoever has the block
 
@@ -76,6 +78,28 @@ def test_a_lease_in_a_cycle_gives_back_a_block_that_can_be_used() -> None:
         assert state(pool) == (1, 0, 0)
 
 
+def test_memory_outlives_the_finalizers_of_a_cycle_that_it_is_in() -> None:
+    seen: list[Any] = []
+
+    class Reader:
+        def __del__(self) -> None:
+            seen.append(self.look())
+
+    for _ in range(20):
+        block, pool = Block(1000), BlockPool()
+        lease, view = fill(pool, b"x" * 1000)
+        for keeps, look in (
+            (block.view(HEADER, 1000), lambda owner: owner.fd >= 0),
+            (view, lambda lease: lease.block in lease._pool._leased),
+        ):
+            reader: Any = Reader()
+            reader.cycle = [reader, keeps]
+            reader.look = functools.partial(look, memory.owner_of(keeps))
+        del block, pool, lease, view, keeps, look, reader
+        gc.collect()
+    assert seen == [True] * 40
+
+
 def test_no_block_is_given_out_twice_while_the_engine_lets_go_of_blocks() -> None:
     pool = BlockPool()
     held: list[Block] = []
@@ -86,7 +110,7 @@ def test_no_block_is_given_out_twice_while_the_engine_lets_go_of_blocks() -> Non
     def engine() -> None:
         while not done.is_set():
             if held:
-                held.pop(0).is_held = False
+                held.pop(0).state = FREE
             else:
                 more.wait(0.001)
 
@@ -107,7 +131,7 @@ def test_no_block_is_given_out_twice_while_the_engine_lets_go_of_blocks() -> Non
         done.set()
         thread.join()
     for block in held:
-        block.is_held = False
+        block.state = FREE
     idle, lent, leased = state(pool)
     assert (lent, leased) == (0, 0)
     assert len(set(pool._idle)) == idle
@@ -116,8 +140,8 @@ def test_no_block_is_given_out_twice_while_the_engine_lets_go_of_blocks() -> Non
 def test_a_block_that_is_let_go_of_while_it_is_looked_at_is_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = BlockPool()
     assert pool.take(100).lend(lambda fd: True)
-    looks = iter([True, False, False, False])
-    monkeypatch.setattr(Block, "is_held", property(lambda block: next(looks)))
+    looks = iter([HELD, FREE, FREE, FREE])
+    monkeypatch.setattr(Block, "state", property(lambda block: next(looks)))
     assert sum(state(pool)) == 1
     assert state(pool) == (1, 0, 0)
 
@@ -130,7 +154,7 @@ def test_only_so_many_blocks_are_kept_and_not_for_long(monkeypatch: pytest.Monke
     assert state(pool) == (0, blocks.KEPT_BLOCKS, 3)
     assert leases[blocks.KEPT_BLOCKS].block.fd == -1  # it is the engine's alone
     for lease in leases:
-        lease.block.is_held = False
+        lease.block.state = FREE
     leases.clear()
     del lease
     assert state(pool) == (blocks.KEPT_BLOCKS + 3, 0, 0)
@@ -145,6 +169,29 @@ def test_only_so_many_blocks_are_kept_and_not_for_long(monkeypatch: pytest.Monke
     assert pool.needs_trim
     pool.trim()
     assert state(pool) == (0, 0, 0)
+
+
+def test_blocks_that_may_never_come_back_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = BlockPool()
+    for number in range(2 * blocks.KEPT_BLOCKS - 1):
+        lease, view = fill(pool, b"lent")
+        assert lease.lend(lambda fd: True)
+        lease.block.state = LOST if number % 2 else HELD
+        del lease, view
+        assert state(pool) == (0, number // 2 + 1, 0)
+        assert pool.needs_trim == (number % 2 == 1)
+        pool.trim()
+    assert not pool.needs_trim
+    monkeypatch.setattr(blocks, "IDLE_LIMIT", 0.0)
+    assert pool.needs_trim
+    pool.trim()
+    assert state(pool) == (0, 0, 0)
+    monkeypatch.undo()
+    lease = pool.take(10)
+    block = lease.block
+    assert lease.lend(lambda fd: True)
+    block.state = FREE
+    assert pool.take(10).block is block
 
 
 def test_a_small_array_takes_no_large_block() -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +85,45 @@ async def test_loading_off_the_loop(tmp_path: Path) -> None:
     assert text.decode(text.encode("hello wörld")) == "hello wörld"
     with pytest.raises(ModelError, match="there is no such directory"):
         await ModelText.load(tmp_path / "absent")
+
+
+@pytest.mark.anyio
+async def test_templates_are_compiled_when_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    class Compiled(ChatTemplate):
+        def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+            threads.append(threading.get_ident())
+            super().__init__(source, variables)
+
+    monkeypatch.setattr("anyengine.text.chat_template.ChatTemplate", Compiled)
+    text = await ModelText.load(directory_with(tmp_path, default=TEMPLATE, tool_use="{{ tools | tojson }}"))
+    assert chat(text) == "<Hi <there>>"
+    assert chat(text, tools=[{"name": "f"}]) == '[{"name": "f"}]'
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+
+
+def test_a_malformed_template_is_in_the_way_of_chats_alone(tmp_path: Path) -> None:
+    text = ModelText.load_sync(directory_with(tmp_path, default="{% if %}"))
+    assert text.decode(text.encode("hello")) == "hello"
+    with pytest.raises(ModelError, match="chat template is malformed"):
+        text.encode_chat(MESSAGES)
+
+
+def test_short_prompts_start_no_threads(model_directory: Path) -> None:
+    program = f"""if True:
+        import os
+        from anyengine.text import ModelText
+        text = ModelText.load_sync({str(model_directory)!r})
+        before = len(os.listdir("/proc/self/task"))
+        text.encode("hello, " * 500)
+        text.encode_chat([{{"role": "user", "content": "Hello?"}}])
+        assert len(os.listdir("/proc/self/task")) == before
+        text.encode("hello, " * 5000)
+        assert len(os.listdir("/proc/self/task")) > before
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"TOKENIZERS_PARALLELISM": "true"})
 
 
 def test_directories_that_are_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

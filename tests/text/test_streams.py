@@ -32,13 +32,14 @@ from anyengine import (
 )
 from anyengine.testing import scripted_spec
 from anyengine.text import ModelText, TextOutput, TextStream
-from anyengine.text.text_stream import ENCODED_IN_PLACE
+from anyengine.text.text_request import ENCODED_IN_PLACE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 TEMPLATE += "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
 TEXT = ModelText(kinds.byte_level(), chat_templates={"default": TEMPLATE})
+EOS = TEXT.encode(kinds.SPECIAL)
 NO_TEXT = [30_000] * 20_000
 """Tokens that the tokenizer does not have."""
 
@@ -55,8 +56,7 @@ def script_of(text: str) -> list[int]:
 async def reciting(text: str, **options: Any) -> AsyncIterator[EngineClient]:
     """An engine that answers everything with ``text``, and does not end with it if that ends with three dots."""
     script = script_of(text.removesuffix("..."))
-    if text.endswith("..."):
-        script += script_of(".") * 20_000
+    script += script_of(".") * 20_000 if text.endswith("...") else EOS
     arguments = {name: options.pop(name) for name in ("step_delay",) if name in options}
     async with open_engine_client(scripted_spec(script=script, **arguments), **options) as client:
         yield client
@@ -88,7 +88,7 @@ async def test_text_comes_in_pieces_that_are_the_whole() -> None:
             assert stream.request_id == "mine"
             outputs = await read(stream)
         assert "".join(output.text for output in outputs) == said
-        assert [token for output in outputs for token in output.token_ids] == script_of(said)
+        assert [token for output in outputs for token in output.token_ids] == script_of(said) + EOS
         assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["stop"]
         assert len(outputs) > 3
         assert {output.request_id for output in outputs} == {"mine"}
@@ -124,10 +124,23 @@ async def test_prompts_of_every_kind() -> None:
         )
 
 
+async def test_the_token_that_ends_an_answer_is_no_text_of_it() -> None:
+    async with reciting("Yes.") as client:
+        for options, expected in (
+            ({"skip_special_tokens": False}, "Yes."),
+            ({"skip_special_tokens": False, "stop": "zzz"}, "Yes."),
+            ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "Yes." + kinds.SPECIAL),
+            ({"include_stop_str_in_output": True}, "Yes."),
+        ):
+            completion = await TEXT.generate(client, "Say", **options)  # pyright: ignore[reportArgumentType]
+            assert (completion.text, completion.token_ids) == (expected, script_of("Yes.") + EOS)
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+
+
 async def test_an_answer_in_a_chat_begins_a_text_and_a_completion_continues_one() -> None:
     tokenizer = kinds.byte_fallback()
     text = ModelText(tokenizer, chat_templates={"default": "{{ messages[0].content }}"})
-    script = [tokenizer.token_to_id("▁hello"), tokenizer.token_to_id("▁world")]
+    script = [tokenizer.token_to_id(token) for token in ("▁hello", "▁world", kinds.SPECIAL)]
     async with open_engine_client(scripted_spec(script=script)) as client:
         assert (await text.generate(client, "b")).text == " hello world"
         assert (await text.generate(client, [{"role": "user", "content": "b"}])).text == "hello world"

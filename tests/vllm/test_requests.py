@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from tests.vllm.prompts import tokens_of
 from tokenizers import Tokenizer
 
 from anyengine import (
+    EngineSpec,
     LoRARequest,
     PoolingParams,
     RequestError,
@@ -229,6 +234,50 @@ async def test_pausing(address: str, mode: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_pausing_with_batches_under_way(traces: setups.Traces) -> None:
+    spec = EngineSpec("tests.vllm.queued_engine:QueuedEngine", setups.spec().arguments)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    async with open_engine_client(spec, launcher=traces.launcher()) as client:
+        whole = [(await client.generate([*PROMPT, token], params)).token_ids for token in range(5)]
+        for mode in ("keep", "abort", "keep", "abort in the pause"):
+            async with contextlib.AsyncExitStack() as stack:
+                requests = [
+                    await stack.enter_async_context(client.open_request([*PROMPT, token], params)) for token in range(5)
+                ]
+                tokens = [(await anext(request)).token_ids for request in requests]
+                await client.pause_scheduler("abort" if mode == "abort" else "keep")
+                if mode == "abort in the pause":
+                    await client.pause_scheduler("abort")
+                await client.resume_scheduler()
+                ends = [await request.completion() for request in requests]
+            for expected, begun, end in zip(whole, tokens, ends, strict=True):
+                assert begun + end.token_ids == expected[: len(begun) + len(end.token_ids)]
+                assert end.finish_reason == ("length" if mode == "keep" else "abort")
+        under_way = await client.call_utility("under_way")
+        assert any(before for before, _ in under_way)
+        assert not any(after for _, after in under_way)
+        assert (await client.generate([*PROMPT, 0], params)).token_ids == whole[0]
+
+
+def test_configurations_may_be_mappings(directory: Path) -> None:
+    program = f"""if True:
+        from anyengine.engines.vllm.parameters import engine_args
+        given = {{
+            "structured_outputs_config": {{"backend": "guidance"}},
+            "profiler_config": {{"profiler": "torch", "torch_profiler_dir": "/tmp"}},
+            "kv_transfer_config": {{"kv_role": "kv_both", "kv_connector": "ExampleConnector"}},
+            "compilation_config": {{"mode": 0}},
+        }}
+        config = engine_args({{"model": {str(directory)!r}, "max_model_len": 256, **given}}).create_engine_config()
+        for name, fields in given.items():
+            for field, value in fields.items():
+                assert getattr(getattr(config, name), field) == value, (name, field)
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | setups.ENVIRONMENT)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_embeddings_and_adapters(directory: Path, tmp_path: Path, traces: setups.Traces) -> None:
     with safe_open(str(directory / "model.safetensors"), "pt") as weights:
@@ -263,6 +312,16 @@ async def test_embeddings_and_adapters(directory: Path, tmp_path: Path, traces: 
         assert await client.remove_lora(7) is False
         with pytest.raises(UtilityError, match="/there/is/none"):
             await client.add_lora(LoRARequest(lora_name="no", lora_int_id=8, lora_path="/there/is/none"))
+        # A request with an adapter that cannot be loaded fails alone.
+        async with client.open_request(PROMPT, SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)) as other:
+            await anext(other)
+            for number, path in enumerate(bad_adapters(tmp_path), 20):
+                bad = LoRARequest(lora_name="bad", lora_int_id=number, lora_path=str(path))
+                with pytest.raises(RequestError, match=f"the adapter 'bad' cannot be loaded from '{path}'"):
+                    await client.generate(PROMPT, params, lora=bad)
+            assert (await other.completion()).finish_reason == "length"
+        assert await client.list_loras() == []
+        assert (await client.generate(PROMPT, params, lora=lora)).logprobs == tuned.logprobs
         assert (await client.generate(PROMPT, SamplingParams(**GREEDY))).token_ids == expected.token_ids
 
 
@@ -287,14 +346,24 @@ async def test_pooling(traces: setups.Traces) -> None:
         assert torch.equal((await client.encode(PROMPT)).pooling_output, first)
 
 
-def write_adapter(directory: Path) -> Path:
+def bad_adapters(directory: Path) -> list[Path]:
+    """Directories of adapters that vLLM refuses: one that is not there, of a high rank, and for another model."""
+    high = write_adapter(directory / "high", rank=512)
+    other = write_adapter(directory / "other", module="no_such_proj")
+    return [directory / "absent", high, other]
+
+
+def write_adapter(directory: Path, *, rank: int = 8, module: str = "q_proj") -> Path:
     """A LoRA adapter for the attention of the first layer."""
     from safetensors.torch import save_file
 
     directory.mkdir()
-    name = "base_model.model.model.layers.0.self_attn.q_proj"
-    weights = {f"{name}.lora_A.weight": torch.ones(8, 576) / 100, f"{name}.lora_B.weight": torch.ones(576, 8) / 100}
+    name = f"base_model.model.model.layers.0.self_attn.{module}"
+    weights = {
+        f"{name}.lora_A.weight": torch.ones(rank, 576) / 100,
+        f"{name}.lora_B.weight": torch.ones(576, rank) / 100,
+    }
     save_file(weights, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [module], "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory

@@ -26,22 +26,29 @@ LANE_LIMIT = 2**20
 AT_ONCE = 2 * 2**20
 """Bytes that are copied without a thread, for which they would have to wait longer than the copy takes."""
 
+_DEEPEST = MAX_DEPTH - 8
+"""Nesting that encoding allows."""
+
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
+
+_Seen = dict[int, tuple[Any, int]]
+"""Containers that were looked into, by their id, and what :func:`_work` said of them."""
 
 
 async def stage(value: Any, lane: Lane, limiter: anyio.CapacityLimiter) -> Any:
     """``value`` with its large arrays in shared memory; without any, ``value`` itself, without a checkpoint.
 
-    What cannot be staged is left as it is: then it travels as a frame, or is refused where it is encoded.
+    An array that cannot be staged travels as a frame. A value that cannot be looked into (too deep, a cycle, its own
+    code raised) is left as it is, for the call that encodes it to refuse.
     """
     try:
-        size = _large_bytes(value)
+        work = _work(value, 0, {})
     except Exception:
-        return value  # code of the value's own class raised
-    if not size:
         return value
-    if size <= AT_ONCE:
-        return _staged(value, lane, _do_nothing)
+    if not work:
+        return value
+    if work <= AT_ONCE:
+        return _staged_or_as_is(value, lane, _do_nothing)
     return await to_thread.run_sync(_stage_in_thread, value, lane, limiter=limiter)
 
 
@@ -51,16 +58,24 @@ def _do_nothing() -> None:
 
 def _stage_in_thread(value: Any, lane: Lane) -> Any:
     lane.pool.trim()
-    return _staged(value, lane, from_thread.check_cancelled)
+    return _staged_or_as_is(value, lane, from_thread.check_cancelled)
 
 
-def _staged(value: Any, lane: Lane, check: Callable[[], None]) -> Any:
-    if not _large_bytes(value):
+def _staged_or_as_is(value: Any, lane: Lane, check: Callable[[], None]) -> Any:
+    try:
+        return _staged(value, lane, check, 0, {})
+    except Exception:  # cancellation is none
+        return value
+
+
+def _staged(value: Any, lane: Lane, check: Callable[[], None], depth: int, seen: _Seen) -> Any:
+    if not _work(value, depth, seen):
         return value
     if isinstance(value, list | tuple):
-        return [_staged(item, lane, check) for item in cast("Sequence[Any]", value)]
+        return [_staged(item, lane, check, depth + 1, seen) for item in cast("Sequence[Any]", value)]
     if isinstance(value, Mapping):
-        return {key: _staged(item, lane, check) for key, item in cast("Mapping[Any, Any]", value).items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: _staged(item, lane, check, depth + 1, seen) for key, item in items}
     check()
     try:
         array = arrays.from_value(value)
@@ -74,12 +89,24 @@ def _staged(value: Any, lane: Lane, check: Callable[[], None]) -> Any:
     return WireArray(array.library, array.dtype, array.shape, data)
 
 
-def _large_bytes(value: Any, depth: int = 0) -> int:
-    """The bytes of all arrays in ``value`` that are to go by the lane."""
-    if type(value) in _ATOMS or depth > MAX_DEPTH:
+def _work(value: Any, depth: int, seen: _Seen) -> int:
+    """How many bytes it takes a copy of to stage ``value``; 0 if nothing in it is to go by the lane.
+
+    Each container is looked into once, on however many paths it is reached, and kept alive in ``seen`` because of its
+    id.
+
+    :raises ValueError: if ``value`` is nested deeper than encoding allows, as a cycle is
+    """
+    if type(value) in _ATOMS:
         return 0
+    if depth > _DEEPEST:
+        raise ValueError(f"nested deeper than {_DEEPEST} levels, or a cycle")
     if arrays.is_array(value):
-        return _size(value)
+        return _work_of_array(value)
+    key = id(value)
+    known = seen.get(key)
+    if known is not None:
+        return known[1]
     if isinstance(value, Mapping):
         items = list(cast("Mapping[Any, Any]", value).values())
     elif isinstance(value, list | tuple):
@@ -88,13 +115,19 @@ def _large_bytes(value: Any, depth: int = 0) -> int:
         return 0
     if _ATOMS.issuperset(map(type, items)):
         return 0
-    return sum(_large_bytes(item, depth + 1) for item in items)
+    work = sum(_work(item, depth + 1, seen) for item in items)
+    seen[key] = value, work
+    return work
 
 
-def _size(array: Any) -> int:
+def _work_of_array(array: Any) -> int:
     if isinstance(array, WireArray):
         size = 0 if isinstance(owner_of(array.data), Lease | SharedFile) else array.data.nbytes
     else:
         # The copy from another device has to follow what is queued on the caller's own stream there, in its own thread.
         size = array.nbytes if getattr(array, "is_cpu", True) else 0
-    return 0 if size < LANE_LIMIT else int(size)
+    if size < LANE_LIMIT:
+        return 0
+    if not isinstance(array, WireArray) and hasattr(array, "is_shared") and array.is_shared():
+        return max(size, AT_ONCE + 1)  # nothing to copy, but a search in /proc, which takes as long
+    return int(size)

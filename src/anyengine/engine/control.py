@@ -251,6 +251,11 @@ class SchedulerControl:
             self.has_work = self._has_work_to_finish
         else:
             self.has_work = _has_no_work
+            try:
+                self.core.quiesce()
+            except BaseException:
+                self.broken = True
+                raise
 
     def _has_work_to_finish(self) -> bool:
         # Asked before each step, so the rows of the last one are out when the calls that waited for it are answered.

@@ -122,10 +122,19 @@ class EngineCore(abc.ABC):
         Arrays in the result must not be changed afterwards.
         """
 
+    def quiesce(self) -> None:  # noqa: B027 - an engine whose steps end what they begin does not override it
+        """Finish what is under way on the device, and begin nothing; called when the engine has been paused.
+
+        No step is made until the pause ends. Outputs of what was finished are kept for the next :meth:`step`, without
+        those of requests that were or will be aborted.
+
+        :raises Exception: if it cannot; this ends the engine, as an exception from :meth:`step` does
+        """
+
     def sleep(self, level: int) -> None:  # noqa: B027 - an engine that cannot sleep does not override it
         """Give the accelerator's memory back: the KV cache, and the weights by moving them (1) or dropping them (2).
 
-        It comes between two steps, when the engine is awake, and no step is made until everything is awake again.
+        It comes after :meth:`quiesce`, when the engine is awake, and no step is made until everything is awake again.
         Requests may be there; they go on then, so what the cache held of them has to be computed anew. An engine can
         sleep if it overrides this and :meth:`wake_up`, and then has the utilities ``sleep``, ``wake_up`` and
         ``is_sleeping``, with pausing and level 0 done by the caller.

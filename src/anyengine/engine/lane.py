@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import logging
 import os
 import socket
 from collections.abc import Sequence
 
 from anyengine.errors import ProtocolError
-from anyengine.memory import HEADER, Mapping
+from anyengine.memory import FREE, HEADER, LOST, Mapping
 from anyengine.protocol.lane import LANE_KIND, Passed, decode_passed
 
 logger: logging.Logger = logging.getLogger("anyengine")
@@ -33,10 +34,10 @@ class _LentBlock(Mapping):
         self._forks = _forks
 
     def __del__(self) -> None:
-        # A process that was forked meanwhile may still read it, and nobody knows until when: then it is never given
-        # back, and its memory goes with the last of these processes.
-        if self.address and self._forks == _forks:
-            self.is_held = False
+        # A process that was forked meanwhile may still read it, and nobody knows until when: then it is not used again,
+        # and its memory goes with the last of these processes.
+        if self.address:
+            self.state = FREE if self._forks == _forks else LOST
         super().__del__()
 
 
@@ -67,14 +68,15 @@ class EngineLane:
             fd = self._take(passed.number)
             if passed.buffer >= len(message) - 2 or (passed.lent and passed.offset != HEADER):
                 if fd is not None:
-                    os.close(fd)
+                    _give_back(fd)
                 raise ProtocolError(f"LANE refers to buffer {passed.buffer} of {len(message) - 2}, or into a header")
             if fd is not None:
                 try:
                     message[2 + passed.buffer] = _map(fd, passed)
                 except OSError as error:
                     logger.warning("a tensor of %d bytes is lost: %s", passed.size, error)
-                finally:
+                    _give_back(fd)
+                else:
                     os.close(fd)
         return message
 
@@ -100,7 +102,14 @@ class EngineLane:
                     return None
                 return received[0]
             for fd in received:
-                os.close(fd)
+                _give_back(fd)
+
+
+def _give_back(fd: int) -> None:
+    """Close the descriptor of a block that this process has no use for, which the client may use again."""
+    with contextlib.suppress(OSError):  # no block, but a file that was opened for reading alone
+        os.pwrite(fd, bytes([FREE]), 0)
+    os.close(fd)
 
 
 def _map(fd: int, passed: Passed) -> memoryview:

@@ -13,15 +13,14 @@ from typing import Any
 
 import zmq
 
-from anyengine.addresses import check_address
+from anyengine.engine.clients import LEAVE_LIMIT, Clients
 from anyengine.engine.connection import ClientConnection, slot_of
 from anyengine.engine.control import SchedulerControl, SchedulerState
 from anyengine.engine.core import Deferred, EngineCore
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.engine.loading import build_engine
-from anyengine.engine.sharing import LiveHandles, split, split_outputs
-from anyengine.errors import ProtocolError, RequestError, UnencodableError
-from anyengine.keys import ConnectionKeys
+from anyengine.engine.sharing import LiveHandles
+from anyengine.errors import ProtocolError, RequestError
 from anyengine.protocol import engine_machine as machine
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.messages import MessageLostError
@@ -43,9 +42,6 @@ is longer on its way than that."""
 STAY_AWAKE = 0.0002
 """Seconds for which an engine without work looks for messages before it sleeps: to wake a thread on an idle processor
 takes longer than all the rest of a round trip, and whoever has just been answered often has the next thing to ask."""
-
-LEAVE_LIMIT = 0.5
-"""Seconds after which a client that was told goodbye, and did not go, is greeted anew."""
 
 
 class Terminated(SystemExit):
@@ -74,10 +70,7 @@ class EngineCoreProc:
         engine: EngineCore | None = None,
         stay_awake: float = STAY_AWAKE,
     ) -> None:
-        self._context = context
-        self._rank = rank if owner is None else owner.rank
-        self._owner = None if owner is None else ClientConnection(owner, context, slot=0, lasting=False)
-        self._connections: list[ClientConnection] = [] if self._owner is None else [self._owner]
+        self._clients = Clients(owner, context, rank)
         self._engine = engine
         self._steps = 0
         self._stats_sent_at = 0.0
@@ -103,45 +96,45 @@ class EngineCoreProc:
         core = self._engine or self._load_for_owner()
         control = SchedulerControl(
             core,
-            live=LiveHandles(self._connections),
+            live=LiveHandles(self._clients.connections),
             release=self._release,
             refuse=self._refuse,
             can_wait=True,
             more={"connect_client": self.connect_client},
         )
         self._failure_fd = core.failure_fd()
-        if self._owner is not None:
-            self._owner.say_ready(control.info)
+        if self._clients.owner is not None:
+            self._clients.owner.say_ready(control.info)
         try:
             self._serve(control)
         finally:
             core.shutdown()
-        for connection in self._connections:
-            if connection is not self._owner:
-                connection.say_goodbye()
-        self.close()
-
-    def close(self) -> None:
-        """Close the sockets, giving messages already handed over a moment to leave."""
-        for connection in self._connections:
-            connection.close()
+        self._clients.say_goodbye()
+        self._clients.close()
 
     def announce_death(self, error: BaseException) -> None:
         """Tell the clients of what this engine dies, if they can be told."""
-        for connection in self._connections:
-            connection.say_dead(*describe_failure(error))
-        self.close()
+        self._clients.announce_death(error)
 
     def say_goodbye(self) -> None:
         """Leave all clients in good order, without being told to."""
-        for connection in self._connections:
-            connection.say_goodbye()
-        self.close()
+        if self._clients.owner is not None:
+            self._clients.owner.say_goodbye()
+        self._clients.say_goodbye()
+        self._clients.close()
+
+    def connect_client(self, address: str, keys: str | None = None) -> None:
+        """Let another client share this engine; see :meth:`Clients.connect`."""
+        self._clients.connect(address, keys)
+
+    def close(self) -> None:
+        """Close the sockets, giving messages already handed over a moment to leave."""
+        self._clients.close()
 
     # ---- starting ----
 
     def _load_for_owner(self) -> EngineCore:
-        owner = self._owner
+        owner = self._clients.owner
         assert owner is not None
         owner.greet()
         while not isinstance(init := owner.receive(), machine.InitReceived):
@@ -150,34 +143,6 @@ class EngineCoreProc:
         core = build_engine(init.path or "", init.arguments)
         core.load(owner.say_progress)
         return core
-
-    def connect_client(self, address: str, keys: str | None = None) -> None:
-        """Let the client share this engine that listens at ``address``, now or whenever there is one.
-
-        Nothing happens if that was said before.
-
-        :param keys: the file of keys that it has too
-        :raises AddressError: if the address is malformed, or is TCP without keys
-        :raises KeysError: if the keys cannot be used
-        """
-        loaded = None if keys is None else ConnectionKeys.load(keys)
-        check_address(address, keys=loaded is not None)
-        if any(connection.lasting and connection.address == address for connection in self._connections):
-            return
-        slots = {connection.slot for connection in self._connections}
-        slot = next((slot for slot in range(256) if slot not in slots), None)
-        if slot is None:
-            raise RuntimeError("an engine can have 256 clients, and has them")
-        bootstrap = Bootstrap(
-            address,
-            self._rank,
-            b"" if loaded is None else loaded.token_bytes,
-            None if loaded is None else loaded.for_engine,
-            [],
-        )
-        connection = ClientConnection(bootstrap, self._context, slot=slot, lasting=True)
-        connection.greet()
-        self._connections.append(connection)
 
     # ---- serving ----
 
@@ -193,42 +158,27 @@ class EngineCoreProc:
                 self._send_stats(control)
             self._await_input(control)
             self._receive(control)
-        if self._ending == "drain" and self._owner is not None:
+        if self._ending == "drain" and self._clients.owner is not None:
             # A paused engine has no work: what it holds and keeps is aborted.
-            while self._owner.machine.live and control.has_work():
+            while self._clients.owner.machine.live and control.has_work():
                 self._work(control)
-        for connection in self._connections:
+        for connection in self._clients.connections:
             control.abort_requests(connection.live)
 
     def _await_input(self, control: SchedulerControl) -> None:
-        """Return when a message may wait: after a moment of looking, sleep until then, or until figures are due.
+        """Return when a message may have come; send figures if nothing comes for a moment.
 
         :raises Exception: what the engine failed of, if it does meanwhile
         """
-        connections = self._connections
-        sleep_at = time.perf_counter() + self._stay_awake
-        while True:
-            for connection in connections:
-                if connection.has_input():
-                    return
-            if time.perf_counter() >= sleep_at:
-                break
-        comes_and_goes = any(connection.lasting for connection in connections)
-        awaited: list[tuple[Any, int]] = [
-            (socket, zmq.POLLIN) for connection in connections for socket in connection.sockets
-        ]
-        if self._failure_fd is not None:
-            awaited.append((self._failure_fd, zmq.POLLIN))
-        seconds = STATS_DELAY if self._stats_due else LEAVE_LIMIT if comes_and_goes else None
-        ready: list[tuple[Any, int]] = zmq.zmq_poll(awaited, -1 if seconds is None else int(seconds * 1000))
-        if any(socket == self._failure_fd for socket, _ in ready):
+        what = self._clients.await_input(self._stay_awake, STATS_DELAY if self._stats_due else None, self._failure_fd)
+        if what == "failure":
             control.core.check_health()
-        if not ready and self._stats_due:
+        elif what is None and self._stats_due:
             self._send_stats(control)
 
     def _receive(self, control: SchedulerControl) -> None:
         """Take in all that has come."""
-        for connection in tuple(self._connections):
+        for connection in tuple(self._clients.connections):
             while connection.has_input():
                 try:
                     event = connection.receive()
@@ -240,7 +190,7 @@ class EngineCoreProc:
                     logger.warning("the client at %s is given up: %s", connection.address, error)
                     self._part(control, connection, connection.greet)
                 except ProtocolError as error:
-                    logger.warning("engine %d ignored a message: %s", self._rank, error)
+                    logger.warning("engine %d ignored a message: %s", self._clients.rank, error)
             if connection.lasting:
                 self._look_after(control, connection)
 
@@ -288,7 +238,7 @@ class EngineCoreProc:
             case machine.PingReceived():
                 connection.send(protocol.pong(self._steps))
             case machine.ShutdownReceived(mode):
-                if connection is self._owner:
+                if connection is self._clients.owner:
                     self._ending = mode
                 else:
                     if mode == "abort":
@@ -301,9 +251,7 @@ class EngineCoreProc:
 
     def _release(self, handles: Sequence[int]) -> None:
         self._stats_due = True
-        for connection, own in split(self._connections, handles):
-            if connection.is_served:
-                connection.send(connection.machine.release(self._steps, own))
+        self._clients.release(self._steps, handles)
 
     def _refuse(self, handle: int, error: Exception) -> None:
         if isinstance(error, RequestError):
@@ -312,8 +260,7 @@ class EngineCoreProc:
             kind, message, text = describe_failure(error)
             logger.warning("request %d failed in add_request:\n%s", handle, text)
             problem = f"{kind}: {message}"
-        for connection, own in split(self._connections, [handle]):
-            connection.send(connection.machine.refuse(self._steps, own, problem))
+        self._clients.refuse(self._steps, handle, problem)
 
     def _call(
         self, control: SchedulerControl, connection: ClientConnection, call_id: int, method: str, args: Sequence[Any]
@@ -339,11 +286,7 @@ class EngineCoreProc:
         outputs = control.step()
         self._steps += 1
         if outputs is not None and len(outputs):
-            if len(self._connections) == 1:
-                self._connections[0].send_step(self._steps, outputs, control.core.abort_requests)
-            else:
-                for connection, own in split_outputs(self._connections, outputs):
-                    connection.send_step(self._steps, own, control.core.abort_requests)
+            self._clients.send_step(self._steps, outputs, control.core.abort_requests)
         self._stats_due = True
         now = time.monotonic()
         if now >= self._look_at:
@@ -360,9 +303,4 @@ class EngineCoreProc:
         if not figures and self._stats_were_empty:
             return
         self._stats_were_empty = not figures  # empty figures take back those of before
-        for connection in self._connections:
-            if connection.is_served:
-                try:
-                    connection.send(connection.machine.stats(figures))
-                except UnencodableError as error:
-                    logger.warning("engine %d: figures that cannot travel were dropped: %s", self._rank, error)
+        self._clients.send_figures(figures)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from anyengine import memory
-from anyengine.memory import HEADER, Mapping
+from anyengine.memory import FREE, HEADER, HELD, Mapping
 
 KEPT_BYTES = 512 * 2**20
 """Bytes in blocks that are kept for the next tensor."""
@@ -24,7 +24,7 @@ KEPT_BLOCKS = 32
 """Blocks that are kept, and blocks that an engine has and that come back; each is a descriptor."""
 
 IDLE_LIMIT = 10.0
-"""Seconds after its last use for which a block is kept."""
+"""Seconds after it was last taken for which a block is kept, or waited for while the engine has it."""
 
 SLICE = 8 * 2**20
 """Bytes that are copied between two looks whether somebody still wants them."""
@@ -91,6 +91,7 @@ class Lease:
     """A block while an array lies in it that has not been handed over. If nobody keeps it, the pool has it back."""
 
     def __init__(self, block: Block, pool: BlockPool) -> None:
+        memory.go_last(self)
         self.block = block
         self._pool = pool
         self._is_lent = False
@@ -110,12 +111,12 @@ class Lease:
     def lend(self, send: Callable[[int], bool]) -> bool:
         """Hand the block over, once, by ``send``, which is given its descriptor and says whether it went."""
         assert not self._is_lent
-        self.block.is_held = True
+        self.block.state = HELD
         self._is_lent = send(self.block.fd)
         if self._is_lent:
             self._pool.note_lent(self.block)
         else:
-            self.block.is_held = False
+            self.block.state = FREE
         return self._is_lent
 
 
@@ -126,8 +127,8 @@ class BlockPool:
         self._lock = threading.Lock()
         self._idle: list[Block] = []
         self._lent: list[Block] = []
-        # Without the lock: destructors call take_back. While its lease is out, a block is in a set of its own, because
-        # the collector, when it finds a lease in a cycle, finalizes what hangs on it alone as well.
+        self._given_up: list[Block] = []
+        # Without the lock: destructors call take_back.
         self._leased: set[Block] = set()
         self._returned: deque[Block] = deque()
         self._closed = False
@@ -171,21 +172,33 @@ class BlockPool:
         with self._lock:
             excess = self._excess()
             self._idle = [block for block in self._idle if block not in excess]
-        del excess  # not under the lock, which the event loop may want meanwhile
+            given_up, self._given_up = self._given_up, []
+        del excess, given_up  # not under the lock, which the event loop may want meanwhile
 
     @property
     def needs_trim(self) -> bool:
         """Whether :meth:`trim` would free something."""
         with self._lock:
-            return bool(self._excess())
+            return bool(self._excess() or self._given_up)
 
     def _sort(self) -> None:
-        """Find out which blocks are idle by now."""
+        """Find out which blocks are idle by now, and which ones the engine may never give back.
+
+        Those are the ones that a process it forked may still read, and those that it could not take or has for long:
+        a block that comes back so late would not be kept either.
+        """
         while self._returned:
             self._idle.append(self._returned.popleft())
+        oldest = time.monotonic() - IDLE_LIMIT
         lent, self._lent = self._lent, []
-        for block in lent:  # each is looked at once: the engine may let go of it at any time
-            (self._lent if block.is_held else self._idle).append(block)
+        for block in lent:
+            state = block.state  # looked at once: the engine may let go of it at any time
+            if state == FREE:
+                self._idle.append(block)
+            elif state == HELD and block.used_at >= oldest:
+                self._lent.append(block)
+            else:
+                self._given_up.append(block)
 
     def _excess(self) -> set[Block]:
         """Idle blocks that are too old, or too many, those that were used last being kept."""
@@ -208,6 +221,13 @@ class BlockPool:
             self._leased.clear()
 
     def forget(self) -> None:
-        """In a process that was forked: have no part in the memory of the engines that are its parent's."""
-        for block in (*self._idle, *self._lent, *self._leased, *self._returned):
+        """In a process that was forked: have no part in the memory of the engines that are its parent's.
+
+        What is in a lease stays mapped until that goes: somebody here may have it. Without the lock, which may be held
+        by a thread that is not here.
+        """
+        self._closed = True
+        for block in (*self._idle, *self._lent, *self._given_up, *self._leased, *self._returned):
             block.close()
+        for kept in (self._idle, self._lent, self._given_up, self._returned):
+            kept.clear()

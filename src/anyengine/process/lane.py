@@ -17,6 +17,7 @@ from anyengine.protocol.cbor import Frames
 from anyengine.protocol.lane import LANE_KIND, Passed, encode_passed
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Lane:
@@ -77,12 +78,14 @@ class Lane:
 def open_lane() -> tuple[Lane, socket.socket]:
     """A lane, and the end of it that the engine inherits."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _ends.update((ours, theirs))
     return Lane(ours), theirs
 
 
 def _after_in_child() -> None:
-    for lane in _lanes:
-        lane._socket.close()  # pyright: ignore[reportPrivateUsage] - of this module's own class
+    for end in list(_ends):
+        end.close()
+    for lane in list(_lanes):
         lane.pool.forget()
 
 

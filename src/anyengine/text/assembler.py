@@ -18,7 +18,7 @@ from anyengine.types import RequestOutput
 class TextAssembler:
     """One request's outputs, to be fed in their order.
 
-    :param include_stop: whether the stop string, or the text of a stop token, belongs to the text
+    :param include_stop: whether the stop string, or the text of a stop token or of the EOS, belongs to the text
     :param min_tokens: a stop string counts only if it ends after so many tokens
     """
 
@@ -90,7 +90,10 @@ class TextAssembler:
 
     @staticmethod
     def _ends_with_stop_token(output: RequestOutput) -> bool:
-        return isinstance(output.stop_reason, int) and output.token_ids[-1:] == [output.stop_reason]
+        """Whether the last token ended the request; if it is the EOS, there is no stop reason."""
+        if output.finish_reason != "stop":
+            return False
+        return output.stop_reason is None or output.token_ids[-1:] == [output.stop_reason]
 
 
 def _cut(output: RequestOutput, tokens: int, stop: str) -> RequestOutput:

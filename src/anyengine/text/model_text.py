@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -17,7 +18,7 @@ from anyengine.text import model_files
 from anyengine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from anyengine.text.outputs import TextCompletion
 from anyengine.text.sync_text_stream import SyncTextStream
-from anyengine.text.text_request import Prompt, TextOptions, TextRequest
+from anyengine.text.text_request import ENCODED_IN_PLACE, Prompt, TextOptions, TextRequest
 from anyengine.text.text_stream import TextStream
 from anyengine.text.vocabulary import TokenBytes, decoding_of
 
@@ -64,22 +65,31 @@ class ModelText:
 
     @classmethod
     def load_sync(cls, model: str | os.PathLike[str]) -> Self:
-        """Read a model's files; it takes some tenths of a second. Parameters and errors as :meth:`load`."""
+        """Read a model's files and compile its chat templates; it takes some tenths of a second.
+
+        Parameters and errors as :meth:`load`.
+        """
         directory = model_files.model_directory(model)
         tokenizer = model_files.read_tokenizer(directory)
         config = model_files.read_config(directory)
-        return cls(
+        text = cls(
             tokenizer,
             chat_templates=model_files.read_chat_templates(directory, config),
             template_variables=model_files.special_tokens(config),
         )
+        for name in text._sources.keys() & {"default", "tool_use"}:
+            with contextlib.suppress(ModelError):  # who has no chats need not know; encode_chat says what is wrong
+                text._template(name)
+        return text
 
     # ---- to tokens ----
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text. Special tokens that it spells out are taken for what they are.
 
-        A million characters take about a second; other threads run meanwhile.
+        A million characters take about a second; other threads run meanwhile. For more than 4,096 of them the library
+        ``tokenizers`` starts native threads, one for each processor, which stay; ``TOKENIZERS_PARALLELISM=false`` in
+        the environment keeps it from that.
 
         :param add_special_tokens: whether the model's own tokens around a text, as for its beginning, are added
         :raises TypeError: if ``text`` is not a string
@@ -88,6 +98,8 @@ class ModelText:
         if not isinstance(text, str):
             raise TypeError(f"text={text!r:.80} ({type(text).__name__}): expected a string")
         try:
+            if len(text) <= ENCODED_IN_PLACE:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             # A batch of one: unlike encode, encode_batch_fast gives up the GIL.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError):

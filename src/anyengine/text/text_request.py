@@ -13,6 +13,9 @@ from anyengine.text.stop_strings import check_stop
 if TYPE_CHECKING:
     from anyengine.text.model_text import ModelText
 
+ENCODED_IN_PLACE = 4096
+"""Characters that are encoded by whoever asks, on an event loop too: it takes milliseconds."""
+
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text to go on from, the messages of a chat to answer, or token ids to go on from."""
 
@@ -21,7 +24,7 @@ class TextOptions(TypedDict, total=False):
     """How a prompt becomes tokens and tokens become text, and what goes to the client; every field has a default.
 
     ``stop``: a string or several; the one that is complete first ends the text, once ``min_tokens`` have come.
-    ``include_stop_str_in_output``: whether it belongs to the text, as then does the text of a stop token; False.
+    ``include_stop_str_in_output``: whether it belongs to the text, as then does that of a stop token or an EOS; False.
     ``skip_special_tokens``: whether special tokens are no text; True.
     ``chat_options``: for messages, keyword arguments of :meth:`ModelText.encode_chat`, as ``{"tools": [...]}``.
     The others are explained at :meth:`EngineClient.open_request`.

@@ -13,10 +13,7 @@ from anyengine.client.request_stream import RequestStream
 from anyengine.errors import EngineClosedError, EngineDeadError, EngineError
 from anyengine.text.assembler import TextAssembler
 from anyengine.text.outputs import TextCompletion, TextOutput, joined
-from anyengine.text.text_request import TextRequest
-
-ENCODED_IN_PLACE = 4096
-"""Characters that are encoded on the event loop, which takes some two milliseconds; more of them go to a thread."""
+from anyengine.text.text_request import ENCODED_IN_PLACE, TextRequest
 
 
 class TextStream:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from anyengine.engine.core import EngineRequest, ProgressReporter, StepOutputs
@@ -34,7 +35,7 @@ class VllmEngine(VllmUtilities):
         self._watch: WorkerWatch
         self._can_shut_down = False
         self._logprobs: dict[str, tuple[int, int]] = {}
-        self._rows: list[Any] = []  # of batches that were under way when the engine fell asleep
+        self._rows: list[Any] = []  # of batches that were under way when the engine was paused
         self._sleep_level = 0
 
     def load(self, progress: ProgressReporter) -> None:
@@ -86,6 +87,9 @@ class VllmEngine(VllmUtilities):
         self._vllm.abort(handles)
         for handle in handles:
             self._logprobs.pop(str(handle), None)
+        if self._rows:
+            aborted = set(map(str, handles))
+            self._rows = [row for row in self._rows if row.request_id not in aborted]
 
     def has_work(self) -> bool:
         """Whether vLLM has requests, or has ended some of which its workers have not been told."""
@@ -101,12 +105,8 @@ class VllmEngine(VllmUtilities):
         if self._rows:
             rows, self._rows = self._rows, []
         else:
-            try:
+            with self._ends_with_an_error():
                 rows = self._vllm.step()
-            except Exception:
-                self._can_shut_down = False
-                self.check_health()
-                raise
         outputs = step_outputs(rows, self._logprobs)
         if outputs is not None and self._logprobs:
             for row, details in outputs.details.items():
@@ -122,7 +122,25 @@ class VllmEngine(VllmUtilities):
         """
         return self._vllm.statistics()
 
-    # ---- sleeping ----
+    @contextmanager
+    def _ends_with_an_error(self) -> Generator[None]:
+        try:
+            yield
+        except Exception:
+            self._can_shut_down = False
+            self.check_health()
+            raise
+
+    # ---- pausing and sleeping ----
+
+    def quiesce(self) -> None:
+        """Take the results of the batches under way, for the first step after the pause, and let the device finish.
+
+        :raises WorkerDiedError: if a worker has died
+        :raises Exception: what vLLM raised
+        """
+        with self._ends_with_an_error():
+            self._rows += self._vllm.drain()
 
     def sleep(self, level: int) -> None:
         """Give memory back as vLLM does: level 1 moves the weights to the host's memory, level 2 drops them.
@@ -131,7 +149,6 @@ class VllmEngine(VllmUtilities):
 
         :raises Exception: what vLLM raised
         """
-        self._rows += self._vllm.drain()
         self._sleep_level = level
         self._vllm.sleep(level)
 

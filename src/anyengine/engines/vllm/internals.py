@@ -17,9 +17,9 @@ from anyengine.engine.core import EngineRequest
 from anyengine.engines.vllm.installed import find, import_vllm
 from anyengine.engines.vllm.leftovers import scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
-from anyengine.engines.vllm.parameters import embeddings, lora_request, pooling_params, sampling_params
+from anyengine.engines.vllm.parameters import embeddings, engine_args, lora_request, pooling_params, sampling_params
 from anyengine.errors import RequestError
-from anyengine.params import SamplingParams
+from anyengine.params import LoRARequest, SamplingParams
 from anyengine.types import EngineInfo
 
 
@@ -36,9 +36,9 @@ class VllmCore:
         progress.stage("importing vllm")
         self._version = import_vllm()
         progress.stage("reading configuration")
-        engine_args = find("vllm.engine.arg_utils:EngineArgs")(**arguments)
+        args = engine_args(arguments)
         usage = find("vllm.usage.usage_lib:UsageContext").ENGINE_CONTEXT
-        self.config: Any = engine_args.create_engine_config(usage)
+        self.config: Any = args.create_engine_config(usage)
         # Configurations that come with a model's own code are to reach worker processes.
         find("vllm.transformers_utils.config:maybe_register_config_serialize_by_value")()
         progress.stage("loading tokenizer")
@@ -50,7 +50,7 @@ class VllmCore:
             self.core: Any = find("vllm.v1.engine.core:EngineCore")(
                 self.config,
                 executor_class,
-                log_stats=not engine_args.disable_log_stats,
+                log_stats=not args.disable_log_stats,
                 executor_fail_callback=on_failure,
             )
         self._tasks: Sequence[str] = tuple(self.core.get_supported_tasks())
@@ -142,7 +142,21 @@ class VllmCore:
             )
         except (ValueError, TypeError, NotImplementedError, find("vllm.exceptions:VLLMClientError")) as error:
             raise RequestError(str(error)) from error
+        if request.lora is not None:
+            self._load_adapter(request.lora)
         self.core.add_request(*self.core.preprocess_add_request(prepared))
+
+    def _load_adapter(self, lora: LoRARequest) -> None:
+        # vLLM would load it in the step that schedules the request, and end with all requests if it cannot. What is
+        # loaded is asked each time, for vLLM evicts adapters by itself.
+        try:
+            if lora.lora_int_id not in self.core.list_loras():
+                self.core.add_lora(lora_request(lora))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise RequestError(
+                f"the adapter {lora.lora_name!r} cannot be loaded from {lora.lora_path!r} ({problem})"
+            ) from error
 
     def abort(self, handles: Sequence[int]) -> None:
         """Drop requests; nothing comes of them any more."""
@@ -161,12 +175,12 @@ class VllmCore:
     @functools.cached_property
     def _seeds_are_safe(self) -> bool:
         # For a part of a prompt that is not the last, vLLM samples a token, drops it and rewinds the request's
-        # generator, which the generator of a CPU refuses.
-        if not self.config.scheduler_config.enable_chunked_prefill:
+        # generator, which the generator of a CPU refuses. Another device's is not tried: in this process it might take
+        # memory of that device.
+        if not self.config.scheduler_config.enable_chunked_prefill or self.config.device_config.device_type != "cpu":
             return True
-        generator = find("torch:Generator")(device=self.config.device_config.device_type)
         try:
-            generator.get_offset()
+            find("torch:Generator")().get_offset()
         except RuntimeError:
             return False
         return True
@@ -203,7 +217,10 @@ class VllmCore:
         return outputs.outputs
 
     def drain(self) -> Sequence[Any]:
-        """Take the results of the batches that are under way, and begin no other; rows as from :meth:`step`."""
+        """Take the results of the batches that are under way, and begin no other; rows as from :meth:`step`.
+
+        Nothing runs on the devices afterwards, if this version of vLLM can wait for them.
+        """
         state = find("vllm.v1.core.sched.interface:PauseState")
         rows: list[Any] = []
         self.core.scheduler.set_pause_state(state.PAUSED_ALL)
@@ -212,6 +229,8 @@ class VllmCore:
                 rows += self.step()
         finally:
             self.core.scheduler.set_pause_state(state.UNPAUSED)
+        if hasattr(find("vllm.v1.worker.worker_base:WorkerBase"), "synchronize_device"):
+            self.executor.collective_rpc("synchronize_device")
         return rows
 
     def statistics(self) -> Mapping[str, float]:

@@ -1,13 +1,34 @@
-"""Requests in vLLM's words."""
+"""Arguments and requests in vLLM's words."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from anyengine.engines.vllm.installed import find
 from anyengine.errors import RequestError
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams, StructuredOutputs
+
+_CONFIGURATIONS = {
+    "structured_outputs_config": "StructuredOutputsConfig",
+    "profiler_config": "ProfilerConfig",
+    "kv_transfer_config": "KVTransferConfig",
+}
+"""Arguments that vLLM's EngineArgs take as objects alone; its LLM makes them of mappings."""
+
+
+def engine_args(arguments: Mapping[str, Any]) -> Any:
+    """The arguments as vLLM's EngineArgs.
+
+    :raises ValueError: if vLLM refuses them
+    """
+    made = {
+        name: find(f"vllm.config:{_CONFIGURATIONS[name]}")(**value)
+        for name, value in arguments.items()
+        if name in _CONFIGURATIONS and isinstance(value, Mapping)
+    }
+    return find("vllm.engine.arg_utils:EngineArgs")(**{**arguments, **made})
 
 
 def lora_request(lora: LoRARequest) -> Any:
