@@ -58,7 +58,7 @@ class Block(SharedFile):
 
     def __init__(self, size: int) -> None:
         # This object's at once, so that it is closed whatever comes next.
-        self.fd = os.memfd_create("anyengine-tensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd: int = os.memfd_create("anyengine-tensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, HEADER + size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         super().__init__(self.fd, HEADER + size, private=False)

@@ -32,6 +32,7 @@ class WorkerWatch:
         self._workers: Sequence[BaseProcess] = ()
         self._thread: threading.Thread | None = None
         # Readable: there is a failure. And: the thread is to end.
+        self.fd: int
         self.fd, self._failure_end = os.pipe()
         self._stop, self._stop_end = os.pipe()
 
