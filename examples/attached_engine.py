@@ -143,8 +143,8 @@ async def serve(smol: Model, address: str, keys: Path, other: OtherTerminal, lim
 
 
 async def main(engine: str, address: str | None, demo: bool) -> int:
-    # A short script, because its tokens are in the command.
-    script = {"script": list(b", and on it goes, and on, and on"), "step_delay": 0.05} if engine == "scripted" else {}
+    # A short script, because its tokens are in the command. The last one ends it, and is no text.
+    script = {"script": list(b", and on it goes, and on, and on\0"), "step_delay": 0.05} if engine == "scripted" else {}
     smol, other = model(engine, **script), OtherTerminal()
     with tempfile.TemporaryDirectory(prefix="anyengine-") as directory:
         keys = Path(directory, "keys")
