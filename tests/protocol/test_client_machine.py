@@ -473,3 +473,11 @@ def test_tokens_of_another_life_are_dropped() -> None:
     engine.step((1, [5], None))
     assert machine.receive(frames_of(Tokens(SESSION + 1, 1, 2, [9, 9]))) is None
     assert seen(plain(engine, 1)) == [("a", [1], None)]
+
+
+def test_tokens_behind_a_loss_are_a_loss_however_many_they_are() -> None:
+    machine = serving(1)
+    Engine(machine).step((1, [5], None))
+    for count in (0, 1, 2):
+        with pytest.raises(MessageLostError, match=r"message 7 .* number 1 was due"):
+            machine.receive(frames_of(Tokens(SESSION, 7, 2, range(count))))

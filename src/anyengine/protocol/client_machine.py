@@ -241,7 +241,7 @@ class ClientMachine(Generic[Owner]):
 
     def _tokens(self, message: Tokens) -> StepReceived[Owner] | None:
         handles = self._last_handles
-        if len(message.token_ids) != len(handles):
+        if len(message.token_ids) != len(handles) and message.sequence == self._sequence:
             raise ProtocolError(f"TOKENS of {len(message.token_ids)} rows follows a step of {len(handles)} rows")
         self._follows(ClientInput.REPLY, message)
         outputs = StepOutputs(handles, message.token_ids)
