@@ -196,3 +196,19 @@ def test_several_rows_of_a_request_in_each_step_keep_their_order(backend: Backen
     with open_sync_engine_client(spec, backend=backend) as client:
         results = dict(client.generate_many([[10], [20]], SamplingParams(max_tokens=8)))
         assert [results[index].token_ids for index in (0, 1)] == [list(range(11, 19)), list(range(21, 29))]
+
+
+def test_an_unforeseen_error_while_requests_wait_comes_out_and_the_client_goes_on(
+    open_scripted: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(embeds: object) -> None:
+        raise ZeroDivisionError
+
+    with open_scripted({"step_delay": 0.001}, max_requests=1, when_full="wait") as client:
+        running = client.add_request([0], SamplingParams(max_tokens=10**6))
+        with monkeypatch.context() as patch:
+            patch.setattr(client._session, "admit", fail)
+            with pytest.raises(ZeroDivisionError):
+                list(client.generate_many([[1]]))
+        client.abort_requests([running])
+        assert client.generate([1], SamplingParams(max_tokens=1)).token_ids == [2]

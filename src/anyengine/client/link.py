@@ -8,8 +8,6 @@ from typing import Any
 
 import anyio
 
-from anyengine.client.request_stream import RequestStream
-from anyengine.client.waiters import OutputQueue, PendingCall
 from anyengine.errors import CrashReport, Phase
 from anyengine.process.host import EngineHost
 from anyengine.process.lane import Lane
@@ -18,7 +16,6 @@ from anyengine.protocol.client_machine import ClientMachine
 from anyengine.protocol.replies import Dead
 from anyengine.types import EngineInfo, Health, HealthState
 
-Owner = RequestStream | OutputQueue | PendingCall
 Clock = Callable[[], float]
 
 

@@ -35,7 +35,7 @@ class ClientInput(enum.Enum):
     HELLO = "HELLO"
     PROGRESS = "PROGRESS"
     READY = "READY"
-    REPLY = "a reply"  # OUTPUTS, UTILITY_RESULT, STATS, PONG
+    REPLY = "a reply"  # OUTPUTS, TOKENS, UTILITY_RESULT, STATS, PONG
     LAST_MESSAGE = "ENGINE_CORE_DEAD or GOODBYE"
     INIT = "init()"
     REQUEST = "a request"  # add(), call(), ping()

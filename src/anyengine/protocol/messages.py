@@ -1,9 +1,8 @@
 """The messages of both directions in one table each. ``schema.cddl`` beside this file describes the same.
 
 A message is a list of frames: its kind (one byte), its body (CBOR), and the buffers that the body refers to; TOKENS
-alone is a single frame. Messages
-from the client go to the engine's DEALER socket; HELLO, PROGRESS and READY come back the same way, everything else over
-the engine's PUSH socket.
+alone is a single frame. Messages from the client go to the engine's DEALER socket; HELLO, PROGRESS and READY come back
+the same way, everything else over the engine's PUSH socket.
 """
 
 from __future__ import annotations

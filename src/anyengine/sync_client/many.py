@@ -10,7 +10,7 @@ from typing import Any
 from anyengine.client.checks import check_prompt
 from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.session import EngineSession
-from anyengine.errors import EngineError, RequestError
+from anyengine.errors import RequestError
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.sync_client.portal import Portal
 from anyengine.sync_client.portal_call import PortalCall, PortalWait
@@ -61,16 +61,8 @@ class GroupExchange:
     # ---- in the loop's thread ----
 
     def _listen(self, wait: PortalWait) -> Callable[[], object]:
-        self._group.listen(functools.partial(self._collect, wait))
+        self._group.listen(functools.partial(_collect, self._group, self._results, wait))
         return self._group.stop_listening
-
-    def _collect(self, wait: PortalWait) -> None:
-        try:
-            self._results += self._group.results()
-        except EngineError as error:
-            wait.fail(error)
-        else:
-            wait.finish()
 
 
 class OneRequest:
@@ -104,18 +96,20 @@ class OneRequest:
         self._session.check_open()
         if self._session.takes_requests_now:
             group.add([(0, prompt)])
-            group.listen(functools.partial(self._collect, group, wait))
+            group.listen(functools.partial(_collect, group, self._results, wait))
         else:
             wait.finish()
         return group.abort
 
-    def _collect(self, group: RequestGroup, wait: PortalWait) -> None:
-        try:
-            self._results = group.results()
-        except EngineError as error:
-            wait.fail(error)
-        else:
-            wait.finish()
+
+def _collect(group: RequestGroup, results: list[IndexedResult], wait: PortalWait) -> None:
+    """Move what has come of a group to ``results``, in the loop's thread, and let the caller go on."""
+    try:
+        results += group.results()
+    except Exception as error:  # whatever it is, it belongs to the caller and not to the client's reader
+        wait.fail(error)
+    else:
+        wait.finish()
 
 
 def generate_many(
