@@ -51,17 +51,18 @@ def receive_nowait(socket: zmq.Socket[bytes], routed: bool = False) -> list[byte
 
     :raises zmq.Again: if no message waits
     """
-    return _receive(socket, _NOBLOCK, 3 if routed else 2)
+    frame = socket.recv(_NOBLOCK, copy=False)
+    return _all_of(socket, frame, 3 if routed else 2) if frame.more else [frame.bytes]
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[bytes | memoryview]:
     """The next message as :func:`receive_nowait` gives it; waits in native code, where signals are still heard."""
-    return _receive(socket, 0, 2)
+    return _all_of(socket, socket.recv(copy=False), 2)
 
 
-def _receive(socket: zmq.Socket[bytes], flags: int, copied: int) -> list[bytes | memoryview]:
+def _all_of(socket: zmq.Socket[bytes], frame: zmq.Frame, copied: int) -> list[bytes | memoryview]:
+    """The message that begins with ``frame``, its first frames ``copied``."""
     # Frames say themselves whether more follow; asking the socket (RCVMORE) takes longer than receiving does.
-    frame = socket.recv(flags, copy=False)
     frames: list[bytes | memoryview] = [frame.bytes]
     while frame.more:
         frame = socket.recv(_NOBLOCK, copy=False)
@@ -70,8 +71,8 @@ def _receive(socket: zmq.Socket[bytes], flags: int, copied: int) -> list[bytes |
 
 
 def has_input(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. Costs less than a failed receive, and more than one that succeeds."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+    """Whether a message waits. Costs less than a failed receive, and than asking the socket for its events."""
+    return bool(zmq.zmq_poll([(socket, _POLLIN)], 0))
 
 
 def send_copied(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:

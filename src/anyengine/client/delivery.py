@@ -63,6 +63,8 @@ class Delivery:
     def wake_readers(self) -> bool:
         """Wake some of those for whom something came; whether there are more to wake in the next turn."""
         unparked = self.unparked
+        if not unparked:
+            return False
         for _ in range(min(WAKE_AT_ONCE, len(unparked))):
             unparked.popleft().wake()
         return bool(unparked)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -15,6 +14,7 @@ from anyengine.client.waiters import ErrorFactory
 from anyengine.errors import EngineClosedError, RequestError, RequestStalledError
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails
+from anyengine.transport.wakeup import Wakeup
 from anyengine.types import Completion, FinishReason, RequestOutput
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class RequestStream:
         self._details: list[OutputDetails] = []
         self._finish: FinishReason | None = None
         self._error: ErrorFactory | None = None
-        self._arrival: anyio.Event | None = None
+        self._arrival: Wakeup | None = None
         self._parked = False  # the reader waits, and nothing has come that wakes it
         self._released: anyio.Event | None = None
 
@@ -193,21 +193,24 @@ class RequestStream:
     async def _readiness(self) -> None:
         if self._handle is None:
             raise EngineClosedError("enter the request first: async with client.open_request(...) as request")
-        # A cancellation has to be looked for: on asyncio, AnyIO does not deliver it to a task whose wait is over, as
-        # it always is on a busy stream.
-        await (checkpoint() if self._ready() else checkpoint_if_cancelled())
+        if self._ready():
+            # A cancellation has to be looked for: on asyncio, AnyIO does not deliver it to a task whose wait is over,
+            # as it always is on a busy stream.
+            await checkpoint()
         while not self._ready():
             if self._arrival is not None:
                 raise anyio.BusyResourceError("iterating over")
-            self._arrival = anyio.Event()
+            self._arrival = self._session.wakeup_type()
             self._parked = True
             try:
-                limit = None if self._stall_limit is None else anyio.move_on_after(self._stall_limit)
-                with limit or nullcontext():
-                    await self._arrival.wait()
-                # A wake that was put off may be one for a wait that has ended before this one: then wait on.
-                if limit is not None and limit.cancelled_caught and self._parked:
-                    self._error = self._stalled
+                if self._stall_limit is None:
+                    await self._arrival
+                else:
+                    with anyio.move_on_after(self._stall_limit) as limit:
+                        await self._arrival
+                    # A wake that was put off may be one for a wait that has ended before this one: then wait on.
+                    if limit.cancelled_caught and self._parked:
+                        self._error = self._stalled
             finally:
                 self._arrival = None
                 self._parked = False

@@ -59,11 +59,6 @@ UNREACHABLE_LIMIT = 1.0
 
 def read_outputs(session: EngineSession, seconds: float = READ_SLICE) -> bool:
     """Read from the PULL socket until it is empty or ``seconds`` are over; whether there may be more to do."""
-    more = _read(session, seconds)
-    return session.wake_readers() or more
-
-
-def _read(session: EngineSession, seconds: float) -> bool:
     pull, machine = session.endpoints.pull, session.link.machine
     deadline = 0.0
     while (frames := pull.receive_nowait()) is not None:
@@ -79,12 +74,13 @@ def _read(session: EngineSession, seconds: float) -> bool:
                 _handle(session, event)
         if deadline:
             if time.perf_counter() >= deadline:
+                session.delivery.wake_readers()
                 return True
         elif not pull.has_input():  # as most often; it is told sooner than by a receive that fails
-            return False
+            break
         else:
             deadline = time.perf_counter() + seconds
-    return False
+    return session.delivery.wake_readers()
 
 
 def _handle(session: EngineSession, event: Event[Any]) -> None:

@@ -24,6 +24,7 @@ from anyengine.process.remote_engine import RemoteEngine
 from anyengine.protocol.client_events import ClientState, StepReceived
 from anyengine.protocol.requests import Frames
 from anyengine.transport.endpoints import Endpoints
+from anyengine.transport.wakeup import Wakeup, wakeup_type
 from anyengine.types import EngineSpec, ProgressCallback
 
 E = TypeVar("E", bound=EngineError)
@@ -50,7 +51,8 @@ class EngineSession:
         self._handles = itertools.count()  # of all lives, so that a handle names one request
         self.link: EngineLink = EngineLink(0, self._handles, time.monotonic, token)
         self.delivery: Delivery = Delivery()
-        self.queue: OutputQueue = OutputQueue()
+        self.wakeup_type: type[Wakeup] = wakeup_type()
+        self.queue: OutputQueue = OutputQueue(self.wakeup_type)
         self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
         # Not the loop's own limiter: what the application does in threads must not keep an engine from being ended.
         self.limiter: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
@@ -195,7 +197,7 @@ class EngineSession:
         :raises EngineError: if the utility failed, or the engine died or the client was closed meanwhile
         :raises UnencodableError: if an argument cannot travel
         """
-        call = PendingCall(method, self.link.rank)
+        call = PendingCall(method, self.link.rank, self.wakeup_type())
         machine = self.link.machine
         call_id, frames = machine.call(method, args, call)
         try:
@@ -263,6 +265,8 @@ class EngineSession:
     def deliver(self, event: StepReceived[Any]) -> None:
         """Hand one step to those who wait for it."""
         self.delivery.deliver(event, wake=not self.ending)
+        if not (event.outputs.details or event.released):
+            return
         if self._ids_by_handle:
             for row, details in event.outputs.details.items():
                 if details.finish_reason is not None:
@@ -270,11 +274,7 @@ class EngineSession:
         for handle, owner in event.released:
             if owner is not self.queue:
                 owner.release(handle)
-
-    def wake_readers(self) -> bool:
-        """Wake some of those for whom something came; whether there are more to wake in the next turn."""
         self.admission.update()
-        return self.delivery.wake_readers()
 
     def _forget_id(self, handle: int) -> None:
         request_id = self._ids_by_handle.pop(handle, None)
@@ -289,7 +289,7 @@ class EngineSession:
                 owner.close(error)
         self.queue.close(error, owed=self.queue in requests)
         self.admission.dismiss(error)
-        while self.wake_readers():
+        while self.delivery.wake_readers():
             pass  # those whose requests had ended before
         self._handles_by_id.clear()
         self._ids_by_handle.clear()

@@ -11,6 +11,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from anyengine.errors import EngineError, UnencodableResultError, UtilityError
 from anyengine.protocol.outputs import StepOutputs
+from anyengine.transport.wakeup import Wakeup
 
 CHECK_EVERY = 16
 """Steps that are read without looking for a cancellation, while there are any."""
@@ -22,12 +23,12 @@ ErrorFactory = Callable[[], EngineError]
 class PendingCall:
     """A utility call whose answer has not come."""
 
-    __slots__ = ("_error", "_event", "_value", "method", "rank")
+    __slots__ = ("_error", "_value", "_wakeup", "method", "rank")
 
-    def __init__(self, method: str, rank: int) -> None:
+    def __init__(self, method: str, rank: int, wakeup: Wakeup) -> None:
         self.method: str = method
         self.rank: int = rank
-        self._event = anyio.Event()
+        self._wakeup = wakeup
         self._value: Any = None
         self._error: ErrorFactory | None = None
 
@@ -40,16 +41,16 @@ class PendingCall:
             self._error = lambda: failure(
                 self.method, message, rank=self.rank, exception_type=kind, traceback=traceback
             )
-        self._event.set()
+        self._wakeup.set()
 
     def close(self, error: ErrorFactory) -> None:
         """Resolve the call with an error."""
         self._error = error
-        self._event.set()
+        self._wakeup.set()
 
     async def wait(self) -> None:
         """Return when the call is resolved."""
-        await self._event.wait()
+        await self._wakeup
 
     def take(self) -> Any:
         """The call's value.
@@ -64,7 +65,8 @@ class PendingCall:
 class OutputQueue:
     """Whole steps for ``get_output``. One reader at a time may wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, wakeup_type: Callable[[], Wakeup]) -> None:
+        self._wakeup_type = wakeup_type
         self._steps: deque[StepOutputs] = deque()
         self._later: deque[StepOutputs] = deque()  # of the engine's next life: they follow the error
         self._error: ErrorFactory | None = None
@@ -138,17 +140,16 @@ class OutputQueue:
                 await checkpoint_if_cancelled()
             return self._steps.popleft()
         self._check_free()
-        await checkpoint_if_cancelled()
         while not self._steps:
             if self._error is not None:
                 await checkpoint()
                 self._tell()
-            arrival = anyio.Event()
-            if self.listen(arrival.set):
-                try:
-                    await arrival.wait()
-                finally:
-                    self.stop_listening()
+            arrival = self._wakeup_type()
+            self._wake = arrival.set
+            try:
+                await arrival
+            finally:
+                self._wake = None
         return self._steps.popleft()
 
     def listen(self, wake: Callable[[], object]) -> bool:

@@ -5,6 +5,7 @@ ZeroMQ's own I/O threads do the I/O, so there are no queues, locks or Python thr
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -57,8 +58,8 @@ class EngineCoreProc:
     :param context: the ZeroMQ context to use; it stays open
     :param rank: the engine's number, where nobody launched it
     :param engine: the engine itself, loaded, where nobody launched it: then it runs until a signal ends it
-    :param stay_awake: seconds for which an engine without work looks for messages before it sleeps; 0 where that would
-        keep other threads of the process from running
+    :param alone: whether this process is the engine's: then nobody else has a use for the time in which an engine
+        without work looks for messages, and nothing but what the engine loaded is in the way of the garbage collector
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class EngineCoreProc:
         *,
         rank: int = 0,
         engine: EngineCore | None = None,
-        stay_awake: float = STAY_AWAKE,
+        alone: bool = True,
     ) -> None:
         self._clients = Clients(owner, context, rank)
         self._engine = engine
@@ -78,7 +79,7 @@ class EngineCoreProc:
         self._stats_were_empty = True
         self._state_told = SchedulerState.RUNNING
         self._look_at = 0.0
-        self._stay_awake = stay_awake
+        self._alone = alone
         self._paused_by: ClientConnection | None = None
         self._failure_fd: int | None = None
         self._ending: ShutdownMode | None = None
@@ -94,6 +95,11 @@ class EngineCoreProc:
         :raises Exception: what the engine's constructor, ``load`` or ``step`` raised; then :meth:`announce_death`
         """
         core = self._engine or self._load_for_owner()
+        if self._alone:
+            # What was loaded stays. To look through it again and again takes a tenth of a second each time with torch
+            # in it, in which no step is made.
+            gc.collect()
+            gc.freeze()
         control = SchedulerControl(
             core,
             live=LiveHandles(self._clients.connections),
@@ -170,7 +176,7 @@ class EngineCoreProc:
 
         :raises Exception: what the engine failed of, if it does meanwhile
         """
-        what = self._clients.await_input(self._stay_awake, STATS_DELAY if self._stats_due else None, self._failure_fd)
+        what = self._clients.await_input(STAY_AWAKE if self._alone else 0.0, STATS_DELAY if self._stats_due else None, self._failure_fd)
         if what == "failure":
             control.core.check_health()
         elif what is None and self._stats_due:

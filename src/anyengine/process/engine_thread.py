@@ -46,7 +46,7 @@ class EngineThread:
 
     def _run(self, bootstrap: Bootstrap, context: zmq.Context[Any]) -> None:
         try:
-            proc = EngineCoreProc(bootstrap, context, stay_awake=0.0)
+            proc = EngineCoreProc(bootstrap, context, alone=False)
             try:
                 proc.run()
             except zmq.ContextTerminated:

@@ -169,12 +169,12 @@ class ClientMachine(Generic[Owner]):
         :raises MessageLostError: if messages before it are missing
         :raises VersionError: if it is the HELLO of another protocol version
         """
+        if len(frames) == 1:
+            return self._tokens(Tokens.decode(frames[0]))
         try:
             message = decode_from_engine(frames)
         except ProtocolError as error:
             return self._salvage(frames, error)
-        if isinstance(message, Tokens):
-            return self._tokens(message) if message.session == self.session else None
         if isinstance(message, Outputs):
             if not self._follows(ClientInput.REPLY, message):
                 return None
@@ -240,6 +240,8 @@ class ClientMachine(Generic[Owner]):
         return HelloReceived(message.pid)
 
     def _tokens(self, message: Tokens) -> StepReceived[Owner] | None:
+        if message.session != self.session:
+            return None
         handles = self._last_handles
         if len(message.token_ids) != len(handles) and message.sequence == self._sequence:
             raise ProtocolError(f"TOKENS of {len(message.token_ids)} rows follows a step of {len(handles)} rows")

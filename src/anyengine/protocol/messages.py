@@ -48,7 +48,7 @@ def decode_from_engine(frames: Sequence[bytes | memoryview]) -> FromEngine:
 
     :raises ProtocolError: if it is not a message of this version
     """
-    if len(frames) == 1 and frames[0][:1] == Tokens.KIND:
+    if len(frames) == 1:
         return Tokens.decode(frames[0])
     return _decode(frames, _FROM_ENGINE)
 

@@ -104,7 +104,9 @@ class Tokens(NamedTuple):
     def decode(cls, frame: bytes | memoryview) -> Tokens:
         if len(frame) < _TOKENS.size or (len(frame) - _TOKENS.size) % 4:
             raise ProtocolError(f"TOKENS of {len(frame)} bytes is cut")
-        _, session, sequence, step = _TOKENS.unpack_from(frame)
+        kind, session, sequence, step = _TOKENS.unpack_from(frame)
+        if kind != cls.KIND:
+            raise ProtocolError(f"a message of one frame is TOKENS; kind {kind!r} came")
         return cls(session, sequence, step, memoryview(frame)[_TOKENS.size :].cast("I"))
 
 

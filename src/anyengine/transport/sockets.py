@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint
 
 from anyengine import frames
 from anyengine.protocol.cbor import Buffer
+from anyengine.transport.wakeup import in_asyncio
 
 
 class Socket:
@@ -65,7 +66,7 @@ class Socket:
         :raises Exception: what ``drain`` raised
         """
         self._check_free()
-        if _in_asyncio():
+        if in_asyncio():
             self._reader = _CallbackReader(self._fd, drain)
             try:
                 await self._reader.ended
@@ -168,14 +169,6 @@ class Socket:
         if self._reader is not None:
             self._reader.close()
         self._raw.close(linger=0)
-
-
-def _in_asyncio() -> bool:
-    """Whether the caller is a task of asyncio; trio as a guest in asyncio's loop runs in none."""
-    try:
-        return asyncio.current_task() is not None
-    except RuntimeError:
-        return False
 
 
 class _CallbackReader:

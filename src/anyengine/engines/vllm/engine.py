@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anyengine.engine.core import EngineRequest, ProgressReporter, StepOutputs
@@ -105,8 +104,11 @@ class VllmEngine(VllmUtilities):
         if self._rows:
             rows, self._rows = self._rows, []
         else:
-            with self._ends_with_an_error():
+            try:
                 rows = self._vllm.step()
+            except Exception:
+                self._fail()
+                raise
         outputs = step_outputs(rows, self._logprobs)
         if outputs is not None and self._logprobs:
             for row, details in outputs.details.items():
@@ -122,14 +124,10 @@ class VllmEngine(VllmUtilities):
         """
         return self._vllm.statistics()
 
-    @contextmanager
-    def _ends_with_an_error(self) -> Generator[None]:
-        try:
-            yield
-        except Exception:
-            self._can_shut_down = False
-            self.check_health()
-            raise
+    def _fail(self) -> None:
+        """:raises WorkerDiedError: if the error that is being handled is that of a worker's death"""
+        self._can_shut_down = False
+        self.check_health()
 
     # ---- pausing and sleeping ----
 
@@ -139,8 +137,11 @@ class VllmEngine(VllmUtilities):
         :raises WorkerDiedError: if a worker has died
         :raises Exception: what vLLM raised
         """
-        with self._ends_with_an_error():
+        try:
             self._rows += self._vllm.drain()
+        except Exception:
+            self._fail()
+            raise
 
     def sleep(self, level: int) -> None:
         """Give memory back as vLLM does: level 1 moves the weights to the host's memory, level 2 drops them.
