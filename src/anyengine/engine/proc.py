@@ -176,7 +176,9 @@ class EngineCoreProc:
 
         :raises Exception: what the engine failed of, if it does meanwhile
         """
-        what = self._clients.await_input(STAY_AWAKE if self._alone else 0.0, STATS_DELAY if self._stats_due else None, self._failure_fd)
+        what = self._clients.await_input(
+            STAY_AWAKE if self._alone else 0.0, STATS_DELAY if self._stats_due else None, self._failure_fd
+        )
         if what == "failure":
             control.core.check_health()
         elif what is None and self._stats_due:

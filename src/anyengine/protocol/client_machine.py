@@ -169,12 +169,12 @@ class ClientMachine(Generic[Owner]):
         :raises MessageLostError: if messages before it are missing
         :raises VersionError: if it is the HELLO of another protocol version
         """
-        if len(frames) == 1:
-            return self._tokens(Tokens.decode(frames[0]))
         try:
             message = decode_from_engine(frames)
         except ProtocolError as error:
             return self._salvage(frames, error)
+        if isinstance(message, Tokens):
+            return self._tokens(message)
         if isinstance(message, Outputs):
             if not self._follows(ClientInput.REPLY, message):
                 return None
@@ -216,7 +216,8 @@ class ClientMachine(Generic[Owner]):
         """Whether a reply belongs to this life of the engine; counts it if so."""
         if message.session != self.session:
             return False
-        self._next(what)
+        if (self.state, what) not in TRANSITIONS:
+            self._next(what)  # says so
         if message.sequence != self._sequence:
             # The number stays where it is: nothing behind a hole is delivered as if it were whole.
             raise MessageLostError(

@@ -188,12 +188,13 @@ class _CallbackReader:
         if self._again is None:
             self._again = self._loop.call_soon(self._turn)
 
-    def _on_readable(self) -> None:
-        if self._again is None:  # else it was this callback's turn already
-            self._turn()
-
     def _turn(self) -> None:
         self._again = None
+        self._on_readable()
+
+    def _on_readable(self) -> None:
+        if self._again is not None:
+            return  # it is this reader's turn soon, or was it already
         try:
             if self._drain():
                 self.wake()
