@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from benchmarks import sync
 from benchmarks.contest import Contestant, column, medians, take_turns
@@ -50,16 +51,35 @@ def latency(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
 
 
 def paced(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
-    """Steps at the pace of an engine: how late they reach the application, and what they cost it."""
+    """Steps at the pace of an engine: how late they reach the application, and what they cost it.
+
+    The bare loop beside the rivals is what any reader of a ZeroMQ socket on asyncio costs.
+    """
     figures: list[Figure] = []
+    results: dict[int, dict[str, list[Any]]] = {}
+    with Contestant("bare", "asyncio", WORKER) as bare:
+        for rows, rate in _PACES.items():
+            steps = max(int(rate * scale.work), 40)
+            results[rows] = take_turns([*contestants, bare], scale.rounds, "paced", rows=rows, rate=rate, steps=steps)
     for rows, rate in _PACES.items():
-        steps = max(int(rate * scale.work), 40)
-        results = take_turns(contestants, scale.rounds, "paced", rows=rows, rate=rate, steps=steps)
         label = f"steps of {rows} at {rate:g} Hz"
-        figures += _percentiles(f"{label}: delay", column(results, "delays"))
-        cpu = Figure(f"{label}: client CPU per step", "us", column(results, "cpu_us"), digits=0, rival=RIVAL)
-        figures.append(cpu.against_rival(0.5))
+        figures += _percentiles(f"{label}: delay", column(results[rows], "delays"))
+        cpu = Figure(f"{label}: client CPU per step", "us", column(results[rows], "cpu_us"), digits=0, rival=RIVAL)
+        figures.append(cpu)
+        figures.append(_beyond("bare/asyncio", cpu).against_rival(0.5))
     return figures
+
+
+def _beyond(floor: str, figure: Figure) -> Figure:
+    """What the contestants take in each round beyond what ``floor`` takes."""
+    least = figure.rounds[floor]
+    rounds = {
+        key: [sample - less for sample, less in zip(samples, least, strict=True)]
+        for key, samples in figure.rounds.items()
+        if key != floor
+    }
+    name = f"{figure.name}, beyond the bare loop"
+    return Figure(name, figure.unit, rounds, digits=figure.digits, rival=figure.rival)
 
 
 def tensors(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:

@@ -12,7 +12,7 @@ import anyio
 
 from anyengine import EngineSpec, open_engine_client
 from benchmarks import latency, throughput
-from benchmarks.vllm import client_layer
+from benchmarks.vllm import bare, client_layer
 from benchmarks.worker import answer, next_command
 
 ENGINE = EngineSpec("benchmarks.vllm.engines:TorchEngine", {"vocab_size": 2**31})
@@ -63,8 +63,8 @@ async def serve_rival() -> None:
 
 
 def main(contestant: str, backend: str) -> None:
-    """``contestant`` is ``ours`` or ``vllm``; ``backend`` is one of ``asyncio``, ``uvloop``, ``trio``."""
-    serve = serve_ours if contestant == "ours" else serve_rival
+    """``contestant`` is ``ours``, ``vllm`` or ``bare``; ``backend`` is one of ``asyncio``, ``uvloop``, ``trio``."""
+    serve = {"ours": serve_ours, "vllm": serve_rival, "bare": bare.serve}[contestant]
     if backend == "trio":
         anyio.run(serve, backend="trio")
     else:
