@@ -15,6 +15,7 @@ from anyengine import (
     EngineClient,
     EngineSpec,
     SamplingParams,
+    UnencodableError,
     UnencodableResultError,
     UtilityError,
     open_engine_client,
@@ -33,12 +34,19 @@ def cycle():
     items.append(items)
     return items
 
+def tower():
+    items = []
+    for _ in range(50):
+        items = [items, items]
+    return items
+
 VALUES = {
     "lambda": lambda: (lambda: 0),
     "numpy_scalar": lambda: numpy.int64(3),
     "dtype": lambda: torch.bfloat16,
     "big": lambda: 2**70,
     "cycle": cycle,
+    "tower": tower,
     "set": lambda: {1},
     "nan": lambda: math.nan,
 }
@@ -95,6 +103,7 @@ async def test_a_result_that_cannot_travel_names_type_and_place_and_others_go_on
         "dtype": "torch.dtype",
         "big": "64 bits",
         "cycle": "cycle",
+        "tower": "on several paths",
         "set": "set",
     }
     async with client.open_request([0], SamplingParams(max_tokens=100)) as other:
@@ -109,6 +118,15 @@ async def test_a_result_that_cannot_travel_names_type_and_place_and_others_go_on
         assert answer["value"][0] != answer["value"][0]
         tokens = [token async for output in other for token in output.token_ids]
     assert tokens == list(range(1, 101))
+
+
+async def test_an_argument_without_end_is_refused_and_the_loop_goes_on(client: EngineClient) -> None:
+    tower: list[Any] = []
+    for _ in range(50):
+        tower = [tower, tower]
+    with pytest.raises(UnencodableError, match="lists and maps"):
+        await client.call_utility("echo", tower)
+    assert await client.call_utility("echo", "still here") == "still here"
 
 
 async def test_an_exception_comes_with_type_text_and_traceback() -> None:

@@ -45,6 +45,18 @@ async def test_the_process_is_gone_when_the_block_is_cancelled() -> None:
     assert not is_running(pid)
 
 
+async def test_a_thread_that_still_loads_is_left_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with anyio.CancelScope() as scope:
+        async with open_engine_client(
+            scripted_spec(load_seconds=10.0), placement="thread", on_progress=lambda stage, fraction: scope.cancel()
+        ):
+            pass
+    assert scope.cancelled_caught
+    assert "engine 0 cannot be killed from here" in caplog.text
+    # It ends where it next has something to tell.
+    await until(lambda: not any(thread.name == "anyengine-0" for thread in threading.enumerate()))
+
+
 async def test_open_streams_get_a_last_output_when_the_client_closes() -> None:
     lasts: list[RequestOutput] = []
     async with anyio.create_task_group() as group:

@@ -250,6 +250,23 @@ def test_a_cycle_ends_with_an_error() -> None:
         assert caught.value.path.startswith("result[")
 
 
+def test_lists_that_hold_each_other_many_times_end_with_an_error() -> None:
+    tower: list[Any] = []
+    mapping: dict[str, Any] = {}
+    for _ in range(50):
+        tower = [tower, tower]
+        mapping = {"left": mapping, "right": mapping}
+    for value in (tower, mapping):
+        with pytest.raises(UnencodableError, match=f"more than {cbor.MAX_CONTAINERS} lists and maps") as caught:
+            cbor.encode(value, [], path="result")
+        assert caught.value.path.startswith("result[")
+
+
+def test_a_list_on_several_paths_travels_once_for_each() -> None:
+    shared = [1, 2]
+    assert cbor.decode(cbor.encode([shared, {"again": shared}], [], path="result")) == [[1, 2], {"again": [1, 2]}]
+
+
 def test_a_text_that_is_long_is_not_repeated_in_the_error() -> None:
     with pytest.raises(UnencodableError) as caught:
         cbor.encode({1, "x" * 10**6}, [], path="result")

@@ -17,6 +17,7 @@ from anyengine.client.checks import check_seconds
 from anyengine.client.services import LAST_READ_SLICE, read_outputs, take_early_hello
 from anyengine.client.session import EngineSession
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
+from anyengine.process.engine_thread import EngineThread
 from anyengine.process.host import EngineHost, Launcher
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_events import ClientState
@@ -262,6 +263,10 @@ class Supervisor:
                 )
                 return
             logger.warning("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
+        elif isinstance(host, EngineThread) and not await self._ends_within(host, LOOK):
+            logger.warning(
+                "engine %d cannot be killed from here: its thread goes on until it comes to an end", link.rank
+            )
         if link.report is None and host.can_be_killed and not host.has_ended():
             self._forced = True
             host.terminate()

@@ -23,6 +23,10 @@ ARRAY_TAG = 41440
 MAX_DEPTH = 64
 """Nesting allowed on the wire, containers and tags counted."""
 
+MAX_CONTAINERS = 2**18
+"""Lists and maps that one value may hold. Encoding writes one that is there on several paths once for each, so some
+fifty lists that hold each other twice would never end."""
+
 Buffer = bytes | bytearray | memoryview
 """What can be a frame of a message."""
 
@@ -59,13 +63,24 @@ def pack(value: object, buffers: list[Buffer], *, path: str) -> Any:
 
     :raises UnencodableError: if something in ``value`` cannot travel; it names the place, starting with ``path``
     """
-    packed: list[Buffer] = []
-    result = _pack(value, packed, len(buffers), path, 0)
-    buffers += packed  # only now: a refused value leaves the caller's message as it was
+    packing = _Packing(len(buffers))
+    result = _pack(value, packing, path, 0)
+    buffers += packing.buffers  # only now: a refused value leaves the caller's message as it was
     return result
 
 
-def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: int) -> Any:
+class _Packing:
+    """What one value takes: its buffers, of which the first has the number ``first``, and how much it holds."""
+
+    __slots__ = ("buffers", "containers", "first")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.buffers: list[Buffer] = []
+        self.containers = 0
+
+
+def _pack(value: object, packing: _Packing, path: str, depth: int) -> Any:
     if type(value) in _AS_IS:
         return value
     if type(value) is int:
@@ -85,7 +100,7 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
     if depth > MAX_DEPTH - 8:
         raise UnencodableError(path, f"nested deeper than {MAX_DEPTH - 8} levels, or a cycle")
     try:
-        return _pack_object(value, buffers, first, path, depth)
+        return _pack_object(value, packing, path, depth)
     except UnencodableError:
         raise
     except Exception as error:
@@ -94,22 +109,24 @@ def _pack(value: object, buffers: list[Buffer], first: int, path: str, depth: in
         raise UnencodableError(path, problem) from error
 
 
-def _pack_object(value: object, buffers: list[Buffer], first: int, path: str, depth: int) -> Any:
+def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any:
     if isinstance(value, _SEQUENCES):
+        _count(packing, path)
         items = cast("Sequence[object]", value)
-        return [_pack(item, buffers, first, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
+        return [_pack(item, packing, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
     plain = _plain(value)
     if plain is not None:
-        return _pack(plain, buffers, first, path, depth)
+        return _pack(plain, packing, path, depth)
     if isinstance(value, Mapping):
+        _count(packing, path)
         packed: dict[Any, Any] = {}
         for key, item in cast("Mapping[object, object]", value).items():
             name = key if type(key) is str or type(key) is int else _plain(key)
             if (type(name) is not str and type(name) is not int) or isinstance(key, bool):
                 raise UnencodableError(path, f"the key {_show(key)} ({_name(key)}) is neither a string nor an integer")
             shown = _show(name)
-            _pack(name, buffers, first, f"{path} key {shown}", depth)
-            packed[name] = _pack(item, buffers, first, f"{path}[{shown}]", depth + 1)
+            _pack(name, packing, f"{path} key {shown}", depth)
+            packed[name] = _pack(item, packing, f"{path}[{shown}]", depth + 1)
         return packed
     if isinstance(value, bytearray | memoryview):
         return bytes(cast("Buffer", value))
@@ -123,9 +140,19 @@ def _pack_object(value: object, buffers: list[Buffer], first: int, path: str, de
     if array.data.nbytes <= arrays.INLINE_LIMIT:
         data = bytes(array.data)
     else:
-        data = first + len(buffers)
-        buffers.append(array.data)
+        data = packing.first + len(packing.buffers)
+        packing.buffers.append(array.data)
     return cbor2.CBORTag(ARRAY_TAG, [array.library, array.dtype, list(array.shape), data])
+
+
+def _count(packing: _Packing, path: str) -> None:
+    packing.containers += 1
+    if packing.containers > MAX_CONTAINERS:
+        raise UnencodableError(
+            path,
+            f"the value holds more than {MAX_CONTAINERS} lists and maps; one that is there on several paths travels "
+            "once for each",
+        )
 
 
 def _plain(value: object) -> int | float | str | bytes | None:
