@@ -85,6 +85,7 @@ class EngineInfo:
     :class:`SamplingParams` fields that the engine honours, ``utilities`` the methods that ``call_utility`` reaches.
     ``request_options`` names what else a request may ask for: ``priority``, ``cache_salt``, ``lora``.
     ``prompt_embeds`` tells whether a prompt may come as embeddings. Sizes of the KV cache are in blocks and tokens.
+    ``data_parallel_rank`` is this engine's number among ``data_parallel_size`` that share the requests out.
     """
 
     engine: str
@@ -98,6 +99,7 @@ class EngineInfo:
     kv_cache_max_concurrency: float | None = None
     world_size: int = 1
     data_parallel_size: int = 1
+    data_parallel_rank: int = 0
     supported_tasks: Sequence[str] = ("generate",)
     sampling_parameters: Sequence[str] = ("max_tokens",)
     request_options: Sequence[str] = ()

@@ -211,6 +211,7 @@ infos = st.builds(
     kv_cache_max_concurrency=st.none() | st.floats() | st.integers(0, 100),
     world_size=st.integers(1, 100),
     data_parallel_size=st.integers(1, 100),
+    data_parallel_rank=st.integers(0, 99),
     supported_tasks=st.lists(texts, max_size=3),
     sampling_parameters=st.lists(names, max_size=3).map(tuple),
     request_options=st.lists(names, max_size=3),

@@ -3,6 +3,7 @@
     python reference.py LLM|AsyncLLM < requests.json > answers.json
 
 In: ``{"arguments": {...}, "requests": [[token ids, sampling parameters], ...]}``. Out: the token ids of each answer.
+With ``data_parallel_size`` the ranks take turns, and what has a temperature but no seed is answered first, one by one.
 """
 
 from __future__ import annotations
@@ -48,15 +49,22 @@ async def _with_async_llm(arguments: dict[str, Any], requests: list[Any]) -> lis
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-    async def answer(number: int, prompt: list[int], params: dict[str, Any]) -> list[int]:
-        tokens: list[int] = []
-        sampling = SamplingParams(**params, detokenize=False)
-        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, str(number)):
-            tokens = list(output.outputs[0].token_ids)
-        return tokens
+    ranks = arguments.get("data_parallel_size", 1)
+    answers: list[list[int]] = [[] for _ in requests]
 
+    async def answer(number: int) -> None:
+        prompt, params = requests[number]
+        rank = number % ranks if ranks > 1 else None
+        sampling = SamplingParams(**params, detokenize=False)
+        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, str(number), data_parallel_rank=rank):
+            answers[number] = list(output.outputs[0].token_ids)
+
+    unseeded = [number for number, (_, params) in enumerate(requests) if params["temperature"] and "seed" not in params]
     try:
-        return await asyncio.gather(*(answer(number, *request) for number, request in enumerate(requests)))
+        for number in unseeded:
+            await answer(number)
+        await asyncio.gather(*(answer(number) for number in range(len(requests)) if number not in unseeded))
+        return answers
     finally:
         llm.shutdown()
 

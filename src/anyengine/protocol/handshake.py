@@ -98,6 +98,7 @@ _INFO_TYPES: dict[str, tuple[type, ...]] = {
     "kv_cache_max_concurrency": (float, int, type(None)),
     "world_size": (int,),
     "data_parallel_size": (int,),
+    "data_parallel_rank": (int,),
     "supported_tasks": (list,),
     "sampling_parameters": (list,),
     "request_options": (list,),

@@ -11,6 +11,7 @@ from anyengine.engines.vllm import internals
 from anyengine.engines.vllm.installed import check_arguments
 from anyengine.engines.vllm.loading import LoadProgress
 from anyengine.engines.vllm.outputs import step_outputs
+from anyengine.engines.vllm.ranks import take_rank
 from anyengine.engines.vllm.utilities import VllmUtilities
 from anyengine.engines.vllm.workers import WorkerWatch
 from anyengine.types import EngineInfo
@@ -23,14 +24,18 @@ class VllmEngine(VllmUtilities):
     With one device the model is in the engine's own process (``distributed_executor_backend="uni"``), with several, and
     on the CPU, in worker processes of vLLM's, which end with it.
 
+    Of several data-parallel engines each has a client of its own: with ``data_parallel_size`` comes
+    ``data_parallel_rank``, and on a host with the devices of ``data_parallel_size_local`` ranks (default: of all) each
+    takes its own. The requests are the application's to share out. A mixture of experts has no such ranks.
+
     :raises ModuleNotFoundError: if vLLM is not installed
     :raises TypeError: if vLLM has no such argument
-    :raises ValueError: if an argument asks for several engines
+    :raises ValueError: if the arguments ask for several engines, or for a rank that there is not
     """
 
     def __init__(self, **arguments: Any) -> None:
         check_arguments(arguments)
-        self._arguments = arguments
+        self._rank, self._arguments = take_rank(arguments)
         self._watch: WorkerWatch
         self._can_shut_down = False
         self._logprobs: dict[str, tuple[int, int]] = {}
@@ -41,6 +46,7 @@ class VllmEngine(VllmUtilities):
         """Load the model as vLLM does.
 
         :raises ImportError: if this version of vLLM lacks something that is needed
+        :raises ValueError: if the model is a mixture of experts, and this engine one of several ranks
         :raises Exception: what vLLM raised
         """
         self._watch = WorkerWatch()
@@ -49,7 +55,7 @@ class VllmEngine(VllmUtilities):
                 arguments = dict(self._arguments)
                 if arguments.get("model") == "default":
                     arguments["model"] = str(default_model(loading.stage))
-                self._vllm = internals.VllmCore(arguments, loading, self._watch.fail_without_workers)
+                self._vllm = internals.VllmCore(arguments, self._rank, loading, self._watch.fail_without_workers)
         except BaseException:
             self._watch.close()
             raise

@@ -34,13 +34,12 @@ _NEEDED = {
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse what is no argument of vLLM's ``EngineArgs``, or makes more of it than one engine.
+    """Refuse what is no argument of vLLM's ``EngineArgs``.
 
     The names are read from vLLM's source: importing it takes seconds.
 
     :raises ModuleNotFoundError: if vLLM is not installed
     :raises TypeError: if vLLM has no such argument
-    :raises ValueError: if an argument asks for several engines
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -53,8 +52,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"vLLM's EngineArgs have no {name!r}{hint}")
-    if (size := arguments.get("data_parallel_size", 1)) != 1:
-        raise ValueError(f"data_parallel_size={size!r}: an engine is one of them; start several")
 
 
 def _fields(file: Path, name: str) -> Sequence[str]:

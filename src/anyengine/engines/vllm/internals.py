@@ -18,6 +18,7 @@ from anyengine.engines.vllm.installed import find, import_vllm
 from anyengine.engines.vllm.leftovers import scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.engines.vllm.parameters import embeddings, engine_args, lora_request, pooling_params, sampling_params
+from anyengine.engines.vllm.ranks import Rank
 from anyengine.errors import RequestError
 from anyengine.params import LoRARequest, SamplingParams
 from anyengine.types import EngineInfo
@@ -29,16 +30,21 @@ class VllmCore:
     Requests go in as vLLM's client would send them; what comes out of a step is vLLM's ``EngineCoreOutput``. All
     methods are for one thread.
 
+    :param rank: which of several engines it is
     :param on_failure: called, from any thread, when the executor has failed for good
     """
 
-    def __init__(self, arguments: Mapping[str, Any], progress: LoadProgress, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], rank: Rank, progress: LoadProgress, on_failure: Callable[[], None]
+    ) -> None:
+        self._rank = rank
         progress.stage("importing vllm")
         self._version = import_vllm()
         progress.stage("reading configuration")
         args = engine_args(arguments)
         usage = find("vllm.usage.usage_lib:UsageContext").ENGINE_CONTEXT
         self.config: Any = args.create_engine_config(usage)
+        rank.make(self.config)
         # Configurations that come with a model's own code are to reach worker processes.
         find("vllm.transformers_utils.config:maybe_register_config_serialize_by_value")()
         progress.stage("loading tokenizer")
@@ -88,7 +94,7 @@ class VllmCore:
         return self.config.lora_config is not None
 
     def describe(self) -> EngineInfo:
-        """What vLLM's own handshake says."""
+        """What vLLM's own handshake says, which is silent about the number of independent ranks."""
         model, cache, parallel = self._model, self.config.cache_config, self.config.parallel_config
         return EngineInfo(
             engine="vllm",
@@ -101,7 +107,8 @@ class VllmCore:
             kv_cache_size_tokens=getattr(cache, "kv_cache_size_tokens", None),
             kv_cache_max_concurrency=getattr(cache, "kv_cache_max_concurrency", None),
             world_size=parallel.world_size,
-            data_parallel_size=parallel.data_parallel_size,
+            data_parallel_size=self._rank.size,
+            data_parallel_rank=self._rank.number,
             supported_tasks=self._tasks,
             sampling_parameters=(
                 [field.name for field in dataclasses.fields(SamplingParams)] if "generate" in self._tasks else ()
