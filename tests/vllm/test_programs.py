@@ -38,6 +38,15 @@ def test_deadlines_on_trio() -> None:
     assert "'waiting': 0" in shown
 
 
+def test_embeddings() -> None:
+    tasks, shape, *table = run("vllm_embeddings", "--backend", "asyncio").splitlines()
+    assert tasks == "tasks: embed, token_embed"
+    assert shape == "4 vectors of 576 numbers, torch.float32"
+    cosines = [list(map(float, line.split()[:4])) for line in table]
+    assert [row[number] for number, row in enumerate(cosines)] == [1.0] * 4
+    assert max(cosine for row in cosines for cosine in row if cosine < 1) == cosines[0][1] == cosines[1][0]
+
+
 def test_structured_outputs() -> None:
     shown = dict(line.split(maxsplit=1) for line in run("vllm_structured", "--backend", "trio").splitlines())
     assert set(json.loads(shown["json"])) == {"name", "age"}

@@ -14,13 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from anyengine.engine.core import EngineRequest
+from anyengine.engines.vllm.adapters import Adapters
 from anyengine.engines.vllm.installed import find, import_vllm
 from anyengine.engines.vllm.leftovers import scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
+from anyengine.engines.vllm.outputs import FailedRow
 from anyengine.engines.vllm.parameters import embeddings, engine_args, lora_request, pooling_params, sampling_params
 from anyengine.engines.vllm.ranks import Rank
 from anyengine.errors import RequestError
-from anyengine.params import LoRARequest, SamplingParams
+from anyengine.params import SamplingParams
 from anyengine.types import EngineInfo
 
 
@@ -59,6 +61,9 @@ class VllmCore:
                 log_stats=not args.disable_log_stats,
                 executor_fail_callback=on_failure,
             )
+        lora = self.config.lora_config
+        places, capacity = (lora.max_loras, lora.max_cpu_loras) if lora is not None else (0, 0)
+        self.adapters: Adapters = Adapters(self.core, places, capacity)
         self._tasks: Sequence[str] = tuple(self.core.get_supported_tasks())
         self._prefix_queries: int = 0
         self._prefix_hits: int = 0
@@ -149,25 +154,18 @@ class VllmCore:
             )
         except (ValueError, TypeError, NotImplementedError, find("vllm.exceptions:VLLMClientError")) as error:
             raise RequestError(str(error)) from error
-        if request.lora is not None:
-            self._load_adapter(request.lora)
-        self.core.add_request(*self.core.preprocess_add_request(prepared))
-
-    def _load_adapter(self, lora: LoRARequest) -> None:
-        # vLLM would load it in the step that schedules the request, and end with all requests if it cannot. What is
-        # loaded is asked each time, for vLLM evicts adapters by itself.
-        try:
-            if lora.lora_int_id not in self.core.list_loras():
-                self.core.add_lora(lora_request(lora))
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise RequestError(
-                f"the adapter {lora.lora_name!r} cannot be loaded from {lora.lora_path!r} ({problem})"
-            ) from error
+        enqueue = functools.partial(self.core.add_request, *self.core.preprocess_add_request(prepared))
+        if request.lora is None:
+            enqueue()
+        else:
+            self.adapters.add(str(request.handle), request.lora, enqueue)
 
     def abort(self, handles: Sequence[int]) -> None:
         """Drop requests; nothing comes of them any more."""
-        self.core.abort_requests([str(handle) for handle in handles])
+        ids = [str(handle) for handle in handles]
+        if self.adapters:
+            self.adapters.end(ids)
+        self.core.abort_requests(ids)
 
     def _prompt(self, request: EngineRequest) -> dict[str, Any]:
         salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
@@ -205,10 +203,19 @@ class VllmCore:
 
     def has_work(self) -> bool:
         """Whether there is anything to schedule, to tell the workers, or to take from them."""
-        return bool(self.core.batch_queue) or self.core.scheduler.has_requests()
+        return bool(self.core.batch_queue) or self.core.scheduler.has_requests() or self.adapters.held > 0
 
     def step(self) -> Sequence[Any]:
         """Do what vLLM's own loop does in a turn; a row for each request of which there is anything to say."""
+        if not self.adapters:
+            return self._turn()
+        failed = self.adapters.admit()
+        if failed:
+            self.core.abort_requests(list(failed))
+        rows = self._turn()
+        return [*(FailedRow(*each) for each in failed.items()), *rows] if failed else rows
+
+    def _turn(self) -> Sequence[Any]:
         by_client: Mapping[int, Any] | None
         by_client, executed = self.core.step_fn()
         self.core.post_step(executed)
@@ -221,6 +228,8 @@ class VllmCore:
         if stats is not None and stats.prefix_cache_stats is not None:
             self._prefix_queries += stats.prefix_cache_stats.queries
             self._prefix_hits += stats.prefix_cache_stats.hits
+        if self.adapters:
+            self.adapters.end([row.request_id for row in outputs.outputs if row.finish_reason is not None])
         return outputs.outputs
 
     def drain(self) -> Sequence[Any]:
@@ -233,7 +242,7 @@ class VllmCore:
         self.core.scheduler.set_pause_state(state.PAUSED_ALL)
         try:
             while self.has_batches:
-                rows += self.step()
+                rows += self._turn()
         finally:
             self.core.scheduler.set_pause_state(state.UNPAUSED)
         if hasattr(find("vllm.v1.worker.worker_base:WorkerBase"), "synchronize_device"):
@@ -248,7 +257,7 @@ class VllmCore:
         running, waiting = scheduler.get_request_counts()
         return {
             "running": running,
-            "waiting": waiting,
+            "waiting": waiting + self.adapters.held,
             "kv_cache_usage": scheduler.get_kv_cache_usage(),
             "prefix_cache_queries": self._prefix_queries,
             "prefix_cache_hits": self._prefix_hits,
@@ -268,6 +277,7 @@ class VllmCore:
         self.executor.wake_up(list(tags))
         if reload_weights:
             self.executor.collective_rpc("reload_weights")
+            self.adapters.forget()
 
     def shutdown(self) -> None:
         """End the workers and free what they hold."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -13,13 +14,30 @@ from anyengine.types import FinishReason, TokenLogprobs
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "stop")
 """By the values of vLLM's FinishReason; the last is a repetition that was detected, which the stop reason says."""
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FailedRow:
+    """The last row of a request that vLLM is not to go on with, in place of its ``EngineCoreOutput``."""
+
+    request_id: str
+    error: str
+    new_token_ids: Sequence[int] = ()
+    finish_reason: int = _FINISH_REASONS.index("error")
+    stop_reason: None = None
+    new_logprobs: None = None
+    new_prompt_logprobs_tensors: None = None
+    pooling_output: None = None
+    kv_transfer_params: None = None
+    events: None = None
+
+
 _FAILED = "vLLM ended the request for an error of its own; what the engine printed says which"
 
 
 def step_outputs(rows: Sequence[Any], logprobs: Mapping[str, tuple[int, int]]) -> StepOutputs | None:
     """The columns of one step; None if it brought nothing.
 
-    :param rows: vLLM's ``EngineCoreOutput``, one for each request that has anything
+    :param rows: vLLM's ``EngineCoreOutput`` or a ``FailedRow``, one for each request that has anything
     :param logprobs: how many log-probabilities a position of the completion and of the prompt is to have, by the ids of
         the requests that want any: a batch's arrays are as wide as its widest request wants
     """
@@ -54,7 +72,7 @@ def _details(row: Any, logprobs: Mapping[str, tuple[int, int]]) -> OutputDetails
     return OutputDetails(
         finish_reason=finish_reason,
         stop_reason=row.stop_reason,
-        error=_FAILED if finish_reason == "error" else None,
+        error=row.error if isinstance(row, FailedRow) else _FAILED if finish_reason == "error" else None,
         logprobs=None if new is None else _positions(new.logprob_token_ids, new.logprobs, wanted),
         # The first token of a prompt has no predecessor, and vLLM no entry for it.
         prompt_logprobs=(

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyengine.engine.core import EngineCore, utility
 from anyengine.engine.loading import import_object
-from anyengine.engines.vllm import internals, parameters
+from anyengine.engines.vllm import internals
 from anyengine.params import LoRARequest
 
 
@@ -53,28 +53,28 @@ class VllmUtilities(EngineCore):
     def add_lora(self, lora_request: Mapping[str, Any]) -> bool:
         """Load an adapter; false if it is there already.
 
-        :raises TypeError, RequestError: if the fields are not those of a LoRARequest
-        :raises Exception: what vLLM raised, such as for a directory without an adapter
+        :raises TypeError, RequestError: if the fields are not those of a LoRARequest, or vLLM cannot load it
         """
-        lora = LoRARequest(**lora_request)
-        if lora.lora_int_id in self._vllm.core.list_loras():
-            return False
-        return self._vllm.core.add_lora(parameters.lora_request(lora))
+        return self._vllm.adapters.load(LoRARequest(**lora_request))
 
     @utility
     def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; whether there was one."""
-        return self._vllm.core.remove_lora(lora_id)
+        """Unload an adapter; whether there was one. Requests that use it load it again."""
+        return self._vllm.adapters.remove(lora_id)
 
     @utility
     def list_loras(self) -> list[int]:
         """The ids of loaded adapters, in order."""
-        return sorted(self._vllm.core.list_loras())
+        return self._vllm.adapters.numbers()
 
     @utility
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter from being evicted."""
-        return self._vllm.core.pin_lora(lora_id)
+        """Keep an adapter from being evicted.
+
+        :raises RequestError: if requests use others, which would have no place on the device then
+        :raises Exception: what vLLM raised, such as for an adapter that is not loaded
+        """
+        return self._vllm.adapters.pin(lora_id)
 
     # ---- workers ----
 
