@@ -6,7 +6,7 @@ Where there is no vLLM, nothing here is collected.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 else:
     from tests.vllm import setups
     from tests.vllm.prompts import mixed_requests
-    from tests.vllm.reference import run_reference
+    from tests.vllm.reference import reference
 
     from anyengine.engines.transformers import default_model
 
@@ -30,10 +30,22 @@ else:
         return mixed_requests(directory)
 
     @pytest.fixture(scope="session")
-    def expected(directory: Path, requests: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
-        """What vLLM's own LLM answers."""
+    def answers(directory: Path, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[Callable[[], Any]]:
         arguments = {**setups.ARGUMENTS, "model": str(directory), "distributed_executor_backend": "uni"}
-        return run_reference("LLM", arguments, requests)
+        with reference("LLM", arguments, requests) as answers:
+            yield answers
+
+    @pytest.fixture(scope="session")
+    def expected(answers: Callable[[], Any]) -> list[list[int]]:
+        """What vLLM's own LLM answers."""
+        return answers()
+
+    @pytest.fixture(scope="session", autouse=True)
+    def early(request: pytest.FixtureRequest) -> None:
+        """Begin at once what takes long, beside the first tests, which have engines of their own."""
+        needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+        for name in {"answers", "address"} & needed:
+            request.getfixturevalue(name)
 
     @pytest.fixture(scope="session")
     def address() -> Iterator[str]:

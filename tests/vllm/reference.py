@@ -13,21 +13,40 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def reference(
+    kind: str, arguments: dict[str, Any], requests: Sequence[tuple[list[int], dict[str, Any]]]
+) -> Generator[Callable[[], Any]]:
+    """Have vLLM's own client answer with ``kind`` of engine; what is yielded waits for the answers."""
+    from tests.vllm import setups
+
+    environ = os.environ | setups.environment("uni" if kind == "LLM" else "mp")
+    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as shown:
+        json.dump({"arguments": arguments, "requests": requests}, given)
+        given.seek(0)
+        with subprocess.Popen([sys.executable, __file__, kind], stdin=given, stdout=shown, env=environ) as process:
+
+            def answers() -> Any:
+                assert process.wait(timeout=200) == 0
+                shown.seek(0)
+                return json.loads(shown.read().splitlines()[-1])
+
+            try:
+                yield answers
+            finally:
+                process.kill()
 
 
 def run_reference(kind: str, arguments: dict[str, Any], requests: Sequence[tuple[list[int], dict[str, Any]]]) -> Any:
     """The answers of ``kind`` of engine, by vLLM's own client."""
-    from tests.vllm import setups
-
-    environ = os.environ | setups.environment("uni" if kind == "LLM" else "mp")
-    given = json.dumps({"arguments": arguments, "requests": requests})
-    done = subprocess.run(
-        [sys.executable, __file__, kind], input=given, env=environ, stdout=subprocess.PIPE, text=True, timeout=300
-    )
-    assert done.returncode == 0
-    return json.loads(done.stdout.splitlines()[-1])
+    with reference(kind, arguments, requests) as answers:
+        return answers()
 
 
 def _with_llm(arguments: dict[str, Any], requests: list[Any]) -> list[list[int]]:

@@ -201,20 +201,20 @@ async def test_utilities(address: str, directory: Path, tmp_path: Path) -> None:
         long = tokens_of(directory)[:140]
         await client.generate(long, SamplingParams(max_tokens=1))
         assert await client.reset_prefix_cache() is True
-        async with client.open_request(long, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)) as request:
+        async with client.open_request(long, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)) as request:
             tokens = list((await anext(request)).token_ids)
             assert await client.reset_prefix_cache() is False  # a running request holds on to it
             assert await client.reset_prefix_cache(reset_running_requests=True) is True
             async for output in request:
                 tokens += output.token_ids
-        again = await client.generate(long, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+        again = await client.generate(long, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
         assert tokens == again.token_ids
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_pausing(address: str, mode: Any) -> None:
     async with open_engine_client(address=address) as client:
-        params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
         whole = (await client.generate(PROMPT, params)).token_ids
         async with client.open_request(PROMPT, params) as request:
             tokens = list((await anext(request)).token_ids)
