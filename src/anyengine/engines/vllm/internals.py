@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.vllm.adapters import Adapters
 from anyengine.engines.vllm.installed import find, import_vllm
-from anyengine.engines.vllm.leftovers import scratch_directory, start_resource_tracker
+from anyengine.engines.vllm.leftovers import files_in, scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.engines.vllm.outputs import FailedRow
 from anyengine.engines.vllm.parameters import embeddings, engine_args, lora_request, pooling_params, sampling_params
@@ -54,7 +49,7 @@ class VllmCore:
         executor_class = with_stages(find("vllm.v1.executor:Executor").get_class(self.config), progress)
         if self.config.parallel_config.distributed_executor_backend != "uni":
             start_resource_tracker()
-        with scratch_directory() as directory, _files_in(directory):
+        with scratch_directory() as directory, files_in(directory):
             self.core: Any = find("vllm.v1.engine.core:EngineCore")(
                 self.config,
                 executor_class,
@@ -266,8 +261,14 @@ class VllmCore:
     # ---- memory ----
 
     def sleep(self, level: int) -> None:
-        """Drop what the KV cache holds, and give memory back. Requests that run begin anew."""
-        self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        """Drop what the KV cache holds, and give memory back. Requests that run begin anew.
+
+        :raises RuntimeError: if a connector keeps what it holds of the cache; nothing sleeps then
+        :raises Exception: what vLLM raised
+        """
+        is_reset = self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if not is_reset and self.config.kv_transfer_config is not None:
+            raise RuntimeError("the KV connector could not reset its cache")
         self.core.reset_mm_cache()
         self.core.reset_encoder_cache()
         self.executor.sleep(level)
@@ -289,30 +290,3 @@ class VllmCore:
             for worker in self.workers:
                 worker.kill()
         self.core.shutdown()
-
-
-@contextmanager
-def _files_in(directory: Path) -> Generator[None]:
-    """Have vLLM make its files for sockets and for the rendezvous of workers in ``directory``.
-
-    They are only needed until all workers have found each other, but vLLM leaves them in the directory of temporary
-    files: the sockets always, the other when it is killed. On the CPU its workers also share memory under the name of
-    their rendezvous, which stays when one of them is killed; all of them have it by the end of the block.
-    """
-    network: Any = importlib.import_module("vllm.utils.network_utils")
-    base, files = os.environ.get("VLLM_RPC_BASE_PATH"), getattr(network, "tempfile", None)
-    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
-    if files is not None:  # before 0.28 the workers met at a port
-        network.tempfile = SimpleNamespace(gettempdir=lambda: str(directory))
-    try:
-        yield
-    finally:
-        for rendezvous in directory.glob("vllm_dist_*"):
-            for segment in Path("/dev/shm").glob(f"{rendezvous.name}*"):  # noqa: S108 - where shm_open has its names
-                segment.unlink(missing_ok=True)
-        if files is not None:
-            network.tempfile = files
-        if base is None:
-            del os.environ["VLLM_RPC_BASE_PATH"]
-        else:
-            os.environ["VLLM_RPC_BASE_PATH"] = base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker, util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _LONGEST_BASE = 50
@@ -37,6 +39,33 @@ def scratch_directory() -> Generator[Path]:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
+
+
+@contextmanager
+def files_in(directory: Path) -> Generator[None]:
+    """Have vLLM make its files for sockets and for the rendezvous of workers in ``directory``.
+
+    They are only needed until all workers have found each other, but vLLM leaves them in the directory of temporary
+    files: the sockets always, the other when it is killed. On the CPU its workers also share memory under the name of
+    their rendezvous, which stays when one of them is killed; all of them have it by the end of the block.
+    """
+    network: Any = importlib.import_module("vllm.utils.network_utils")
+    base, files = os.environ.get("VLLM_RPC_BASE_PATH"), getattr(network, "tempfile", None)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    if files is not None:  # before 0.28 the workers met at a port
+        network.tempfile = SimpleNamespace(gettempdir=lambda: str(directory))
+    try:
+        yield
+    finally:
+        for rendezvous in directory.glob("vllm_dist_*"):
+            for segment in Path("/dev/shm").glob(f"{rendezvous.name}*"):  # noqa: S108 - where shm_open has its names
+                segment.unlink(missing_ok=True)
+        if files is not None:
+            network.tempfile = files
+        if base is None:
+            del os.environ["VLLM_RPC_BASE_PATH"]
+        else:
+            os.environ["VLLM_RPC_BASE_PATH"] = base
 
 
 def start_resource_tracker() -> None:
