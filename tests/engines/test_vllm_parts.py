@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from tests.helpers import is_running, until_sync
 
 from anyengine.engines.vllm import VllmEngine, installed, internals
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
-from anyengine.engines.vllm.outputs import step_outputs
+from anyengine.engines.vllm.outputs import FailedRow, step_outputs
+from anyengine.engines.vllm.ranks import take_rank
 from anyengine.engines.vllm.workers import WorkerDiedError, WorkerWatch
 
 
@@ -67,6 +69,13 @@ def test_rows_of_several_tokens_and_endings() -> None:
     assert failed is not None
     assert failed.details[0].finish_reason == "error"
     assert "of its own" in (failed.details[0].error or "")
+
+
+def test_what_vllm_is_not_to_go_on_with_ends_with_a_reason() -> None:
+    outputs = step_outputs([FailedRow("7", "its adapter is gone"), row(8, 5)], {})
+    assert outputs is not None
+    assert (list(outputs.handles), list(outputs.token_ids)) == ([7, 8], [5])
+    assert outputs.details[0].finish_reason == "error" and outputs.details[0].error == "its adapter is gone"
 
 
 def test_log_probabilities_are_cut_to_what_each_request_wants() -> None:
@@ -246,6 +255,35 @@ def test_a_version_that_lacks_something_is_refused_by_name(monkeypatch: pytest.M
         installed.import_vllm()
 
 
+# ---- ranks ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"data_parallel_size": 2}, "data_parallel_size=2: an engine is one of them; say which by data_parallel_rank"),
+        ({"data_parallel_rank": 0}, "data_parallel_rank=0: say of how many by data_parallel_size"),
+        ({"data_parallel_size": 2, "data_parallel_rank": 2}, "data_parallel_rank=2: expected 0 to 1"),
+        ({"data_parallel_size": 2, "data_parallel_rank": -1}, "data_parallel_rank=-1: expected 0 to 1"),
+        ({"data_parallel_size": 2, "data_parallel_rank": "1"}, "data_parallel_rank='1': expected 0 to 1"),
+        ({"data_parallel_size": 1, "data_parallel_rank": 1}, "data_parallel_rank=1: expected 0"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0: expected 1 or more"),
+        ({"data_parallel_size": True, "data_parallel_rank": 0}, "data_parallel_size=True: expected 1 or more"),
+        (
+            {"data_parallel_size": 2, "data_parallel_rank": 0, "data_parallel_size_local": 3},
+            "data_parallel_size_local=3: expected 1 to 2",
+        ),
+        ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb=True: an engine is one rank"),
+        ({"data_parallel_start_rank": 0}, "data_parallel_start_rank=0: an engine is one rank"),
+        ({"data_parallel_backend": "ray"}, "data_parallel_backend='ray': an engine is one rank"),
+    ],
+)
+def test_bad_ranks(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        take_rank(arguments)
+    assert expected in str(caught.value)
+
+
 # ---- requests ----
 
 
@@ -286,6 +324,19 @@ class Core:
 
     def wake_up(self, tags: list[str], reload_weights: bool) -> None:
         self.asked.append(("wake_up", tags, reload_weights))
+
+
+def test_a_connector_that_keeps_its_cache_keeps_the_engine_awake() -> None:
+    """Without a GPU, on which vLLM sleeps, and without a connector: what each of them is asked."""
+    vllm: Any = object.__new__(internals.VllmCore)
+    vllm.core = Mock(**{"reset_prefix_cache.return_value": False})
+    vllm.config = Mock(kv_transfer_config=Mock())
+    with pytest.raises(RuntimeError, match="the KV connector could not reset its cache"):
+        vllm.sleep(1)
+    vllm.core.model_executor.sleep.assert_not_called()
+    vllm.config = Mock(kv_transfer_config=None)  # some versions say False where there is none
+    vllm.sleep(1)
+    vllm.core.model_executor.sleep.assert_called_once_with(1)
 
 
 @pytest.mark.usefixtures("vllm_source")

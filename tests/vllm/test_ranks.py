@@ -20,7 +20,6 @@ from tests.vllm.prompts import sampling
 from tests.vllm.reference import run_reference
 
 from anyengine import EngineClient, EngineDeadError, EngineStartError, open_engine_client
-from anyengine.engines.vllm import VllmEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
@@ -72,32 +71,6 @@ async def test_two_ranks(directory: Path, requests: Requests, traces: setups.Tra
     traces.expect_none()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"data_parallel_size": 2}, "data_parallel_size=2: an engine is one of them; say which by data_parallel_rank"),
-        ({"data_parallel_rank": 0}, "data_parallel_rank=0: say of how many by data_parallel_size"),
-        ({"data_parallel_size": 2, "data_parallel_rank": 2}, "data_parallel_rank=2: expected 0 to 1"),
-        ({"data_parallel_size": 2, "data_parallel_rank": -1}, "data_parallel_rank=-1: expected 0 to 1"),
-        ({"data_parallel_size": 2, "data_parallel_rank": "1"}, "data_parallel_rank='1': expected 0 to 1"),
-        ({"data_parallel_size": 1, "data_parallel_rank": 1}, "data_parallel_rank=1: expected 0"),
-        ({"data_parallel_size": 0}, "data_parallel_size=0: expected 1 or more"),
-        ({"data_parallel_size": True, "data_parallel_rank": 0}, "data_parallel_size=True: expected 1 or more"),
-        (
-            {"data_parallel_size": 2, "data_parallel_rank": 0, "data_parallel_size_local": 3},
-            "data_parallel_size_local=3: expected 1 to 2",
-        ),
-        ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb=True: an engine is one rank"),
-        ({"data_parallel_start_rank": 0}, "data_parallel_start_rank=0: an engine is one rank"),
-        ({"data_parallel_backend": "ray"}, "data_parallel_backend='ray': an engine is one rank"),
-    ],
-)
-def test_bad_ranks(arguments: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        VllmEngine(model="default", **arguments)
-    assert expected in str(caught.value)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_mixture_of_experts_has_no_ranks(directory: Path, tmp_path: Path, traces: setups.Traces) -> None:
@@ -128,7 +101,7 @@ def test_devices_of_a_rank(directory: Path) -> None:
             config = engine_args(arguments).create_engine_config()
             config.parallel_config.world_size = 2  # as with two GPUs to a rank
             with mock.patch.object(type(current_platform), "is_cuda_alike", lambda self: cuda):
-                rank.make(config)
+                rank.apply_to(config)
             parallel = config.parallel_config
             assert (parallel.data_parallel_size, parallel.data_parallel_rank) == (1, 0)
             return config

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from anyengine import (
     UtilityError,
     open_engine_client,
 )
-from anyengine.engines.vllm.internals import VllmCore
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
 
@@ -260,19 +258,6 @@ async def test_pausing_with_batches_under_way(traces: setups.Traces) -> None:
         assert any(before for before, _ in under_way)
         assert not any(after for _, after in under_way)
         assert (await client.generate([*PROMPT, 0], params)).token_ids == whole[0]
-
-
-def test_a_connector_that_keeps_its_cache_keeps_the_engine_awake() -> None:
-    """Without a GPU, on which vLLM sleeps, and without a connector: what each of them is asked."""
-    vllm = VllmCore.__new__(VllmCore)
-    vllm.core = Mock(**{"reset_prefix_cache.return_value": False})
-    vllm.config = Mock(kv_transfer_config=Mock())
-    with pytest.raises(RuntimeError, match="the KV connector could not reset its cache"):
-        vllm.sleep(1)
-    vllm.core.model_executor.sleep.assert_not_called()
-    vllm.config = Mock(kv_transfer_config=None)  # some versions say False where there is none
-    vllm.sleep(1)
-    vllm.core.model_executor.sleep.assert_called_once_with(1)
 
 
 def test_configurations_may_be_mappings(directory: Path) -> None:

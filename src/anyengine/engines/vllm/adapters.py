@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ class _Held(NamedTuple):
     request_id: str
     lora: LoRARequest
     enqueue: Callable[[], None]
+    priority: int
 
 
 class Adapters:
@@ -30,7 +32,7 @@ class Adapters:
         self._places = max_loras
         self._capacity = max_cpu_loras
         self._used: dict[str, LoRARequest] = {}  # by the requests in vLLM
-        self._held: list[_Held] = []
+        self._held: list[_Held] = []  # in the order of their turns
         self._recent: dict[int, None] = {}  # numbers of adapters that were loaded or used, the latest last
         self._pinned: set[int] = set()
         self._room = False  # a request has ended, and may have been the last of its adapter
@@ -45,8 +47,8 @@ class Adapters:
         """Whether any request is here or in vLLM that has an adapter."""
         return bool(self._used or self._held)
 
-    def add(self, request_id: str, lora: LoRARequest, enqueue: Callable[[], None]) -> None:
-        """Load an adapter and call ``enqueue``, now or in :meth:`admit`.
+    def add(self, request_id: str, lora: LoRARequest, enqueue: Callable[[], None], priority: int = 0) -> None:
+        """Load an adapter and call ``enqueue``, now or in :meth:`admit`, where a lower ``priority`` comes first.
 
         :raises RequestError: if it cannot be loaded, or has the name of another one that is in use, or no place because
             of those that are pinned
@@ -58,9 +60,9 @@ class Adapters:
                     f"the adapter {lora.lora_name!r} has number {lora.lora_int_id}: "
                     f"requests are using {other.lora_int_id} of the same name"
                 )
-        request = _Held(request_id, lora, enqueue)
+        request = _Held(request_id, lora, enqueue, priority)
         if not self._let_in(request):
-            self._held.append(request)
+            insort(self._held, request, key=lambda held: held.priority)
 
     def end(self, request_ids: Sequence[str]) -> None:
         """These requests have ended or are aborted; some of them may have no adapter."""
@@ -81,7 +83,8 @@ class Adapters:
                 try:
                     self.load(lora, used=True)
                 except RequestError as error:
-                    failed |= {name: str(error) for name, used in self._used.items() if used == lora}
+                    number = lora.lora_int_id
+                    failed |= {name: str(error) for name, used in self._used.items() if used.lora_int_id == number}
         if self._room:
             self._room = False
             still: list[_Held] = []

@@ -41,7 +41,7 @@ class VllmCore:
         args = engine_args(arguments)
         usage = find("vllm.usage.usage_lib:UsageContext").ENGINE_CONTEXT
         self.config: Any = args.create_engine_config(usage)
-        rank.make(self.config)
+        rank.apply_to(self.config)
         # Configurations that come with a model's own code are to reach worker processes.
         find("vllm.transformers_utils.config:maybe_register_config_serialize_by_value")()
         progress.stage("loading tokenizer")
@@ -153,7 +153,7 @@ class VllmCore:
         if request.lora is None:
             enqueue()
         else:
-            self.adapters.add(str(request.handle), request.lora, enqueue)
+            self.adapters.add(str(request.handle), request.lora, enqueue, request.priority)
 
     def abort(self, handles: Sequence[int]) -> None:
         """Drop requests; nothing comes of them any more."""

@@ -28,7 +28,7 @@ class Rank(NamedTuple):
         """Its number among the engines of its host, where each takes its own devices out of those that all see."""
         return self.number % self.local_size
 
-    def make(self, config: Any) -> None:
+    def apply_to(self, config: Any) -> None:
         """Make vLLM's configuration of several engines that of this one, as vLLM does in each of its engines.
 
         Ranks of a model that is no mixture of experts have nothing to do with each other. What is left of the rank
@@ -72,9 +72,7 @@ def take_rank(arguments: Mapping[str, Any]) -> tuple[Rank, Mapping[str, Any]]:
     """
     for name, default in _OTHERS.items():
         if (value := arguments.get(name, default)) != default and value is not None:
-            raise ValueError(
-                f"{name}={value!r}: an engine is one rank, and has a client; say which by data_parallel_rank"
-            )
+            raise ValueError(f"{name}={value!r}: an engine is one rank; say which by data_parallel_rank")
     size = _integer(arguments, "data_parallel_size", 1)
     number: object = arguments.get("data_parallel_rank")
     if number is None:
