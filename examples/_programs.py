@@ -24,8 +24,9 @@ async def program(command: Sequence[str]) -> AsyncGenerator[Process]:
         try:
             yield process
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                process.kill()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):  # it has ended by itself just now
+                    process.kill()
 
 
 async def run_until_signal(function: Callable[..., Awaitable[int]], *arguments: object) -> int:

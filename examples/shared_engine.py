@@ -68,6 +68,7 @@ async def show_sharing(client: EngineClient, again: list[str], tally: Tally) -> 
             print(f"[killing the second frontend, pid {second.pid}]", flush=True)
             before, killed_at = tally.tokens, time.perf_counter()
             second.kill()
+            await second.wait()
             await until_running(client, 1)
     await anyio.sleep(1)
     seconds = time.perf_counter() - killed_at
