@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from anyengine.multimodal import MultiModalFeature
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.types import EngineInfo
@@ -59,6 +60,7 @@ class EngineRequest:
     cache_salt: str | None = None
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
+    features: Sequence[MultiModalFeature] = ()
 
 
 def engine_request(
@@ -78,6 +80,7 @@ def engine_request(
         cache_salt=options.cache_salt,
         lora=options.lora,
         pooling=options.pooling,
+        features=options.features,
     )
 
 

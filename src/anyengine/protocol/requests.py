@@ -58,7 +58,7 @@ class Add(NamedTuple):
                 joined.extend(prompt)
             tokens = encode_column("I", joined, buffers)
         sampling = encode_sampling(self.sampling, buffers)
-        body = [self.handle, lengths, tokens, embeds, sampling, encode_options(self.options)]
+        body = [self.handle, lengths, tokens, embeds, sampling, encode_options(self.options, buffers)]
         return [self.KIND, cbor.encode_plain(body), *buffers]
 
     @classmethod
@@ -77,6 +77,8 @@ class Add(NamedTuple):
             raise ProtocolError("ADD prompt_embeds is not an array of tokens x hidden size")
         add = cls(handle, prompts, embeds, decode_sampling(sampling), decode_options(options))
         expect_u64("ADD last handle", add.handles[-1])
+        if add.options.features and (prompts is None or len(prompts) != 1):
+            raise ProtocolError("ADD carries features, but not the token ids of one prompt")
         return add
 
 
