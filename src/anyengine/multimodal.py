@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import compress, pairwise
 from typing import Any, Literal, cast
 
 from anyengine.errors import RequestError
@@ -59,8 +60,8 @@ class MultiModalFeature:
     :param offset: of its first token in the prompt
     :param length: how many tokens of the prompt it takes up
     :param fields: the encoder's arguments by their names
-    :param is_embed: a tensor or array of ``length`` booleans, of which tokens the encoder's output takes the place; None
-        means of all of them
+    :param is_embed: a tensor or array of ``length`` booleans, of which tokens the encoder's output takes the place;
+        None means of all of them
     :raises TypeError: if a parameter has the wrong type
     :raises RequestError: if a value is out of its range
     """
@@ -87,7 +88,8 @@ class MultiModalFeature:
             raise RequestError("MultiModalFeature.fields={}: expected at least one")
         for name, field in named.items():
             _require(isinstance(name, str), "MultiModalFeature.fields", name, "string keys")
-            _require(isinstance(field, MultiModalField), f"MultiModalFeature.fields[{name!r}]", field, "MultiModalField")
+            is_field = isinstance(field, MultiModalField)
+            _require(is_field, f"MultiModalFeature.fields[{name!r}]", field, "a MultiModalField")
         object.__setattr__(self, "fields", named)
         if self.is_embed is not None:
             _require(_is_mask(self.is_embed), "MultiModalFeature.is_embed", self.is_embed, "an array of booleans")
@@ -103,12 +105,47 @@ class MultiModalFeature:
         return self.offset + self.length
 
 
-def _copied(data: object, depth: int) -> object:
+def check_places(features: Sequence[MultiModalFeature], prompt_length: int) -> None:
+    """Refuse features that are not in the prompt, or of which two take the place of one token.
+
+    :raises RequestError: if there is one; the message names it
+    """
+    for index, feature in enumerate(features):
+        if feature.end > prompt_length:
+            raise RequestError(
+                f"features[{index}] takes up the tokens {feature.offset} to {feature.end - 1}: the prompt has "
+                f"{prompt_length}"
+            )
+    ordered = sorted(features, key=lambda feature: feature.offset)
+    if all(left.end <= right.offset for left, right in pairwise(ordered)):
+        return
+    # Those of a video and its sound may take turns in one range.
+    taken: set[int] = set()
+    for feature in ordered:
+        own = _taken_by(feature)
+        if twice := taken & own:
+            raise RequestError(f"features: two of them take the place of token {min(twice)} of the prompt")
+        taken |= own
+
+
+def _taken_by(feature: MultiModalFeature) -> set[int]:
+    places = range(feature.offset, feature.end)
+    mask = feature.is_embed
+    if mask is None:
+        return set(places)
+    # In a process that has not loaded the array's library, it is as it was on the wire: a byte for each.
+    return set(compress(places, mask.tolist() if hasattr(mask, "tolist") else bytes(mask.data)))
+
+
+def _copied(data: object, depth: int) -> Any:
     # Lists are copied, so that nothing the caller does later changes a request that is under way; arrays are not.
-    if isinstance(data, list | tuple) and depth < _MAX_NESTING:
+    if isinstance(data, list | tuple):
+        if depth == _MAX_NESTING:
+            raise RequestError(f"MultiModalField.data: nested deeper than {_MAX_NESTING} lists, or a cycle")
         return [_copied(item, depth + 1) for item in cast("Sequence[object]", data)]
     is_number = isinstance(data, int | float) and not isinstance(data, bool)
-    _require(is_number or _is_array(data), "MultiModalField.data", data, "a tensor, an array, a number, or a list of these")
+    expected = "a tensor, an array, a number, or a list of these"
+    _require(is_number or _is_array(data), "MultiModalField.data", data, expected)
     return data
 
 

@@ -80,7 +80,9 @@ class ModelFeatures:
             # Others may be optional; these are what is encoded.
             missing = [name for name, kind in layout.items() if kind.is_float and name not in feature.fields]
             if missing:
-                raise RequestError(f"{where} lacks {', '.join(missing)}; the model's processor makes {', '.join(layout)}")
+                raise RequestError(
+                    f"{where} lacks {', '.join(missing)}; the model's processor makes {', '.join(layout)}"
+                )
         for name, field in feature.fields.items():
             expected, given = layout.get(name), _kind_of(field)
             if expected is not None and given is not None and given != expected:
@@ -156,10 +158,7 @@ def _field(element: Any) -> MultiModalField:
 def _item(feature: MultiModalFeature) -> Any:
     element = find("vllm.multimodal.inputs:MultiModalFieldElem")
     return find("vllm.multimodal.inputs:MultiModalKwargsItem")(
-        {
-            name: element(data=_tensors(name, field.data), field=_kind(field))
-            for name, field in feature.fields.items()
-        }
+        {name: element(data=_tensors(name, field.data), field=_kind(field)) for name, field in feature.fields.items()}
     )
 
 
