@@ -2,7 +2,8 @@
 
     python reference.py LLM|AsyncLLM < requests.json > answers.json
 
-In: ``{"arguments": {...}, "requests": [[token ids, sampling parameters], ...]}``. Out: the token ids of each answer.
+In: ``{"arguments": {...}, "requests": [[prompt, sampling parameters], ...]}``, where a prompt is token ids, or a text
+and the numbers of the images in it. Out: the token ids of each answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def run_reference(kind: str, arguments: dict[str, Any], requests: Sequence[tuple[list[int], dict[str, Any]]]) -> Any:
+def run_reference(kind: str, arguments: dict[str, Any], requests: Sequence[tuple[list[Any], dict[str, Any]]]) -> Any:
     """The answers of ``kind`` of engine, by vLLM's own client."""
     from tests.vllm import setups
 
@@ -29,12 +30,21 @@ def run_reference(kind: str, arguments: dict[str, Any], requests: Sequence[tuple
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def _prompt(prompt: list[Any]) -> Any:
+    if prompt and isinstance(prompt[0], str):
+        from tests.vllm.image_model import prompt_of
+
+        text, images = prompt
+        return prompt_of(text, images) if images else {"prompt": text}
+    return {"prompt_token_ids": prompt}
+
+
 def _with_llm(arguments: dict[str, Any], requests: list[Any]) -> list[list[int]]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**arguments)
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt, _ in requests],
+        [_prompt(prompt) for prompt, _ in requests],
         [SamplingParams(**params, detokenize=False) for _, params in requests],
         use_tqdm=False,
     )
@@ -48,10 +58,10 @@ async def _with_async_llm(arguments: dict[str, Any], requests: list[Any]) -> lis
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-    async def answer(number: int, prompt: list[int], params: dict[str, Any]) -> list[int]:
+    async def answer(number: int, prompt: list[Any], params: dict[str, Any]) -> list[int]:
         tokens: list[int] = []
         sampling = SamplingParams(**params, detokenize=False)
-        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, str(number)):
+        async for output in llm.generate(_prompt(prompt), sampling, str(number)):
             tokens = list(output.outputs[0].token_ids)
         return tokens
 

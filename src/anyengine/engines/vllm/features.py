@@ -54,10 +54,11 @@ class ModelFeatures:
     def __init__(self, config: Any, processor: Any) -> None:
         self._info = processor.info
         self._takes_embeds: bool = config.model_config.get_multimodal_config().enable_mm_embeds
+        # With a limit of 0 and embeddings allowed, embeddings are all that comes, in any number.
         self._layouts = {
-            modality: _layout(config, processor, modality)
+            modality: _layout(config, processor, modality) if limit else None
             for modality, limit in self._info.allowed_mm_limits.items()
-            if limit > 0
+            if limit or self._takes_embeds
         }
 
     def check(self, features: Sequence[MultiModalFeature]) -> None:
@@ -70,15 +71,17 @@ class ModelFeatures:
             if modality not in self._layouts:
                 known = ", ".join(self._layouts) or "none"
                 raise RequestError(f"features: there is one of modality {modality!r}; the engine takes {known}")
-            self._info.validate_num_items(modality, count)
+            if self._layouts[modality] is not None:
+                self._info.validate_num_items(modality, count)
         for index, feature in enumerate(features):
             self._check_fields(f"features[{index}].fields", feature)
 
     def _check_fields(self, where: str, feature: MultiModalFeature) -> None:
-        layout = self._layouts[feature.modality]
+        layout = self._layouts[feature.modality] or {}
         if not self._takes_embeds:
             # Others may be optional; these are what is encoded.
-            missing = [name for name, kind in layout.items() if kind.is_float and name not in feature.fields]
+            encoded = [name for name, kind in layout.items() if kind.is_float and kind.dimensions > 1]
+            missing = [name for name in encoded if name not in feature.fields]
             if missing:
                 raise RequestError(
                     f"{where} lacks {', '.join(missing)}; the model's processor makes {', '.join(layout)}"
@@ -117,7 +120,7 @@ def _layout(config: Any, processor: Any, modality: str) -> Mapping[str, _Kind]:
         (feature,) = features_of(example)
     except Exception:
         return {}
-    kinds = {name: _kind_of(field) for name, field in feature.fields.items()}
+    kinds = {name: _kind_of(field) for name, field in sorted(feature.fields.items())}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 

@@ -42,7 +42,7 @@ class VllmInputs:
     """
 
     def __init__(self, **arguments: Any) -> None:
-        """As :meth:`load_sync`."""
+        """As :meth:`load`, in the caller's thread."""
         check_arguments(arguments)
         require(_NEEDED)
         # Without it vLLM may number items, each process from one on, where it names them by their content otherwise. An

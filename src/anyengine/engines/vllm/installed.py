@@ -26,6 +26,8 @@ _NEEDED = {
     ),
     "vllm.v1.engine.input_processor:InputProcessor": ("process_inputs",),
     "vllm.exceptions:VLLMClientError": (),
+    "vllm.multimodal.inputs:MultiModalKwargsItems": (),
+    "vllm.multimodal.inputs:PlaceholderRange": ("get_num_embeds",),
     "vllm.v1.executor:Executor": ("get_class", "collective_rpc", "register_failure_callback"),
     "vllm.v1.core.sched.interface:SchedulerInterface": (
         "has_requests", "get_request_counts", "get_kv_cache_usage", "set_pause_state", "reset_prefix_cache",
