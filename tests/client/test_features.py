@@ -139,6 +139,8 @@ async def test_what_has_no_place_in_the_prompt_is_refused_at_the_call(client: En
             await client.add_request(PROMPT, features=features)
     turns = [image(0, 4, is_embed=both), image(0, 4, is_embed=numpy.array([False, False, True, True]))]
     assert (await client.generate(PROMPT, features=turns)).events == told(turns)
+    with pytest.raises(RequestError, match="two of them take the place"):
+        await client.encode(PROMPT, features=[image(1), image(1)])
     with pytest.raises(TypeError, match=r"features=5 \(int\): expected a sequence of MultiModalFeature"):
         await client.generate(PROMPT, features=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"features\[1\]={} \(dict\): expected a MultiModalFeature"):

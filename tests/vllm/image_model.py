@@ -16,6 +16,10 @@ ARGUMENTS: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}}
 ONE = "User: <image> What is this? Answer:"
 TWO = "User: <image> Once more: <image> What has changed? Answer:"
 
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}assistant:"
+)
 _TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 
@@ -48,7 +52,7 @@ def make_model(directory: Path, text_model: Path) -> None:
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "vocab_size": 49216,
-            "max_position_embeddings": 512,
+            "max_position_embeddings": 4096,
             **ends,
         },
     )
@@ -60,7 +64,10 @@ def make_model(directory: Path, text_model: Path) -> None:
     model.save_pretrained(directory)
     # An image becomes four tiles and itself, each of 4 x 4 patches, which the model joins to 2 x 2 tokens.
     images = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=4).save_pretrained(directory)
+    processor = Idefics3Processor(
+        image_processor=images, tokenizer=tokenizer, image_seq_len=4, chat_template=_CHAT_TEMPLATE
+    )
+    processor.save_pretrained(directory)
 
 
 def image(number: int) -> Image.Image:

@@ -14,7 +14,7 @@ from tests.vllm import setups
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 
 def run(name: str, *words: str) -> str:
@@ -36,6 +36,18 @@ def test_deadlines_on_trio() -> None:
     assert re.search(r"vLLM [\d.]+: \d+ tokens of KV cache", shown)
     assert len(re.findall(r"s  (?:deadline|finished) +\d+ tokens", shown)) == 8
     assert "'waiting': 0" in shown
+
+
+def test_an_image(directory: Path, tmp_path: Path) -> None:
+    from tests.vllm.image_model import image, make_model
+
+    model, file = tmp_path / "model", tmp_path / "image.png"
+    make_model(model, directory)
+    image(1).save(file)
+    arguments = ("--question", "What is it?", "--backend", "trio")
+    shown = run("vllm_image", str(model), str(file), *arguments).splitlines()
+    assert re.fullmatch(r"image: 33 of \d\d tokens, from \d on", shown[0])
+    assert len("".join(shown[1:])) > 20
 
 
 def test_structured_outputs() -> None:

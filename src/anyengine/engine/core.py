@@ -47,10 +47,10 @@ class ProgressReporter(Protocol):
 class EngineRequest:
     """One request as it reaches the engine: exactly one of token ids (u32) and embeddings (tokens x hidden size).
 
-    Embeddings are a torch tensor or a numpy array if the engine has loaded that library, else a ``WireArray``, and so are
-    arrays in ``features``, each of which has its place among the token ids. With ``pooling`` the one output is to hold
-    the pooled vector or scores in place of tokens. What an engine does not list in its :class:`EngineInfo` does not
-    come; clients refuse it.
+    Embeddings are a torch tensor or a numpy array if the engine has loaded that library, else a ``WireArray``, and so
+    are arrays in ``features``, each of which has its place among the token ids. With ``pooling`` the one output is to
+    hold the pooled vector or scores in place of tokens. What an engine does not list in its :class:`EngineInfo` does
+    not come; clients refuse it.
     """
 
     handle: int
