@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from anyengine.errors import UtilityTimeoutError as UtilityTimeoutError
     from anyengine.inproc_client import InprocEngineClient as InprocEngineClient
     from anyengine.keys import ConnectionKeys as ConnectionKeys
+    from anyengine.multimodal import MultiModalFeature as MultiModalFeature
+    from anyengine.multimodal import MultiModalField as MultiModalField
     from anyengine.params import LoRARequest as LoRARequest
     from anyengine.params import PoolingParams as PoolingParams
     from anyengine.params import SamplingParams as SamplingParams
@@ -74,6 +76,8 @@ _MODULES = {
     "KeysError": "errors",
     "LoRARequest": "params",
     "ModelError": "errors",
+    "MultiModalFeature": "multimodal",
+    "MultiModalField": "multimodal",
     "OutputDetails": "protocol.outputs",
     "PoolingParams": "params",
     "ProcessLauncher": "process.launcher",

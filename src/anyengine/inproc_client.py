@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from anyengine.client.checks import (
+    check_features,
     check_handles,
     check_options,
     check_pooling,
@@ -19,6 +20,7 @@ from anyengine.engine.control import SchedulerControl
 from anyengine.engine.core import Deferred, EngineCore, engine_request
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, RequestError, UtilityError
+from anyengine.multimodal import MultiModalFeature
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.types import EngineInfo, FinishReason
@@ -95,6 +97,7 @@ class InprocEngineClient(BlockingEngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
     ) -> int:
         """One request; returns its handle, by which :meth:`get_output` names it.
@@ -107,6 +110,7 @@ class InprocEngineClient(BlockingEngineUtilities):
         :param priority: a lower number goes first, where the engine schedules by priority
         :param cache_salt: requests share what the prefix cache holds only with those of the same salt
         :param lora: the adapter to use; the engine loads it if it has not
+        :param features: images and the like, each with its place in the prompt; see :class:`MultiModalFeature`
         :param request_id: a name for logs and errors, free again when the request has ended
         :raises TypeError: if an argument has the wrong type
         :raises RequestError: if the prompt is empty or holds an impossible token id, if a live request has the same
@@ -118,7 +122,8 @@ class InprocEngineClient(BlockingEngineUtilities):
         tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
         sampling = check_sampling(sampling_params, self.info)
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
-        options = check_options(self.info, priority, cache_salt, lora, pooling)
+        options = check_options(self.info, priority, cache_salt, lora, pooling, features)
+        check_features(options.features, tokens)
         if check_request_id(request_id) is not None and request_id in self._ids.values():
             raise RequestError(f"request_id={request_id!r}: a live request has this id")
         handle = next(self._handles)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from anyengine.errors import RequestError
+from anyengine.multimodal import MultiModalFeature
 from anyengine.types import U32_MAX
 
 
@@ -161,6 +162,7 @@ class RequestOptions:
     cache_salt: str | None = None
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
+    features: Sequence[MultiModalFeature] = ()
 
     def __post_init__(self) -> None:
         _integer(-(2**31), 2**31 - 1)("priority", self.priority)
@@ -171,6 +173,8 @@ class RequestOptions:
         for name, kind in (("lora", LoRARequest), ("pooling", PoolingParams)):
             value: object = getattr(self, name)
             _require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__}")
+        if self.features != ():
+            object.__setattr__(self, "features", _features("features", self.features))
 
 
 # ---- checks: each takes where a value stands and the value, and returns what is to be kept of it ----
@@ -240,6 +244,15 @@ def _biases(where: str, value: Any) -> Any:
 def _structured(where: str, value: Any) -> Any:
     _require(isinstance(value, StructuredOutputs), where, value, "a StructuredOutputs")
     return value
+
+
+def _features(where: str, value: Any) -> Any:
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    _require(is_sequence, where, cast("object", value), "a sequence of MultiModalFeature")
+    features = tuple(cast("Sequence[Any]", value))
+    for index, feature in enumerate(features):
+        _require(isinstance(feature, MultiModalFeature), f"{where}[{index}]", feature, "a MultiModalFeature")
+    return features
 
 
 def _extra(where: str, value: Any) -> Any:

@@ -95,6 +95,6 @@ def test_crash(sandbox: Sandbox, backend: str) -> None:
 
 def test_every_example_tells_how_it_is_run(backend: str) -> None:
     programs = {path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()}
-    assert len(programs) == 12
+    assert len(programs) == 13
     for path in programs:
         assert f"python examples/{path.name} [--" in path.read_text().split('"""')[1]

@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from anyengine.multimodal import BATCHINGS, MultiModalFeature, MultiModalField
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
 from anyengine.protocol.arrays import from_value
 from anyengine.protocol.bootstrap import Bootstrap, CurveKeys
@@ -179,10 +180,48 @@ options = st.builds(
     ),
 )
 no_options = st.just(NO_OPTIONS) | options
+fields = st.builds(
+    MultiModalField,
+    data=st.recursive(arrays() | integers | st.floats(), lambda deeper: st.lists(deeper, max_size=2), max_leaves=3),
+    batching=st.sampled_from(BATCHINGS),
+    dim=st.integers(-64, 63),
+    keep_on_cpu=st.booleans(),
+)
+
+
+@st.composite
+def features(draw: st.DrawFn) -> list[MultiModalFeature]:
+    """Up to three, one behind the other or with gaps, within 20 tokens."""
+    made: list[MultiModalFeature] = []
+    end = 0
+    for _ in range(draw(st.integers(1, 3))):
+        offset, length = end + draw(st.integers(0, 2)), draw(st.integers(1, 4))
+        end = offset + length
+        made.append(
+            MultiModalFeature(
+                modality=draw(filled),
+                identifier=draw(filled),
+                offset=offset,
+                length=length,
+                fields=draw(st.dictionaries(texts, fields, min_size=1, max_size=2)),
+                is_embed=draw(st.none() | masks(length)),
+            )
+        )
+    return made
+
+
+def masks(length: int) -> st.SearchStrategy[Any]:
+    bits = st.lists(st.booleans(), min_size=length, max_size=length)
+    return bits.map(torch.tensor) | bits.map(numpy.array)
+
+
+with_features = st.builds(RequestOptions, priority=st.integers(0, 1), features=features())
 first_handles = st.integers(0, 2**64 - 5)
 prompts = st.lists(columns_u32, min_size=1, max_size=4)
-adds = st.builds(Add, first_handles, prompts, st.none(), sampling(), no_options) | st.builds(
-    Add, u64, st.none(), matrices, sampling(), no_options
+adds = (
+    st.builds(Add, first_handles, prompts, st.none(), sampling(), no_options)
+    | st.builds(Add, u64, st.none(), matrices, sampling(), no_options)
+    | st.builds(Add, u64, st.just([list(range(20))]), st.none(), sampling(), with_features)
 )
 aborts = st.builds(Abort, columns_u64)
 utilities = st.builds(Utility, u64, texts, st.lists(values(), max_size=3) | st.tuples(values()))
@@ -277,6 +316,12 @@ bootstraps = st.builds(
 # ---- comparing ----
 
 
+_RECORDS = (
+    OutputDetails, StructuredOutputs, EngineInfo, RequestOptions, LoRARequest, PoolingParams, MultiModalFeature,
+    MultiModalField,
+)  # fmt: skip
+
+
 def canonical(value: Any) -> Any:
     """``value`` in a form that ``==`` compares by type and by bit: NaN equals NaN, 1 is neither True nor 1.0."""
     if isinstance(value, bool) or value is None:
@@ -301,7 +346,7 @@ def canonical(value: Any) -> Any:
             name: ("number", item + 0) if type(item) in (int, float) else canonical(item)
             for name, item in fields.items()
         }
-    if isinstance(value, OutputDetails | StructuredOutputs | EngineInfo | RequestOptions | LoRARequest | PoolingParams):
+    if isinstance(value, _RECORDS):
         return type(value).__name__, {name: canonical(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):
         return {canonical(key): canonical(item) for key, item in value.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import cbor2
 import numpy
 import pytest
+from tests.protocol.bad_features import BAD_FEATURES, FEATURE, MISPLACED_FEATURES
 from tests.protocol.machines import INFO, RANK, SESSION, TOKEN, engine_in, frames_of, snapshot
 from tests.protocol.strategies import arrived
 
@@ -157,6 +158,18 @@ BAD_ADDS: dict[str, Any] = {
     "null for a default option": [9, None, b"", None, {}, {"lora": None}],
     "half an adapter": [9, None, b"", None, {}, {"lora": {"lora_name": "a"}}],
     "pooling with null": [9, None, b"", None, {}, {"pooling": {"dimensions": None}}],
+    **{
+        f"features: {name}": [9, None, bytes(12), None, {}, {"features": features}]
+        for name, features in {**BAD_FEATURES, **MISPLACED_FEATURES}.items()
+    },
+    "features of embeddings": [
+        9,
+        None,
+        None,
+        cbor2.CBORTag(41440, ["torch", "int8", [2, 2], b"abcd"]),
+        {},
+        {"features": [FEATURE]},
+    ],
     "options that are not a map": [9, None, b"", None, {}, []],
     "a field too many": [9, b"", None, {}, None],
 }
@@ -174,6 +187,14 @@ def test_a_malformed_request_fails_alone(body: Any) -> None:
     assert (row.finish_reason, row.error) == ("error", event.problem)
     assert machine.live == {1}
     assert machine.receive(frames_of(Ping(4))) == PingReceived(), "it counts as a message that came"
+
+
+def test_features_of_several_prompts_are_refused_for_all_of_them() -> None:
+    body = [9, bytes.fromhex("0200000001000000"), bytes(12), None, {}, {"features": [FEATURE]}]
+    event = engine_in(EngineState.SERVING).receive([b"\x00", cbor2.dumps(body)])
+    assert isinstance(event, RequestMalformed)
+    assert event.handles == range(9, 11)
+    assert event.problem == "ADD carries features, but not the token ids of one prompt"
 
 
 BAD_CALLS: dict[str, Any] = {

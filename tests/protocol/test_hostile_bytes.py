@@ -24,7 +24,8 @@ from tests.protocol.machines import (
 from tests.protocol.strategies import THOROUGHNESS, arrived, examples
 
 from anyengine.errors import ProtocolError
-from anyengine.params import SamplingParams, StructuredOutputs
+from anyengine.multimodal import MultiModalFeature, MultiModalField
+from anyengine.params import RequestOptions, SamplingParams, StructuredOutputs
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_machine import ClientMachine, ClientState
 from anyengine.protocol.engine_machine import EngineMachine, EngineState
@@ -44,6 +45,19 @@ RICH_SAMPLING = SamplingParams(
     logit_bias={1: 0.5},
     structured_outputs=StructuredOutputs(choice=["a", "b"]),
     extra={"array": numpy.arange(3), "more": [1, None, {"a": 1.5}]},
+)
+RICH_OPTIONS = RequestOptions(
+    cache_salt="salt",
+    features=[
+        MultiModalFeature(
+            modality="image",
+            identifier="a",
+            offset=1,
+            length=2,
+            fields={"x": MultiModalField(data=[torch.ones(2), 1], batching="flat", dim=1, keep_on_cpu=True)},
+            is_embed=torch.tensor([True, False]),
+        )
+    ],
 )
 RICH_DETAILS = OutputDetails(
     finish_reason="stop",
@@ -72,6 +86,7 @@ SAMPLES: dict[Direction, list[Any]] = {
     "to_engine": [
         *messages_to_engine().values(),
         Add(5, [[1]], None, RICH_SAMPLING, NO_OPTIONS),
+        Add(5, [[1, 2, 3]], None, SamplingParams(), RICH_OPTIONS),
         Add(
             5,
             None,

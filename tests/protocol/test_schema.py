@@ -10,6 +10,7 @@ import numpy
 import pytest
 from cddl_verifier import schema_diagnostics
 from tests.protocol import cddl, strategies
+from tests.protocol.bad_features import BAD_FEATURES
 from tests.protocol.cddl import RULES, SCHEMA, Direction, SchemaViolation, validate_message, validate_record
 from tests.protocol.machines import messages_to_client, messages_to_engine
 
@@ -107,6 +108,7 @@ WRONG: list[tuple[str, Any]] = [
     ("add", [1, None, b"", None, {}, {"lora": {"lora_name": "a", "lora_int_id": 0, "lora_path": "/a"}}]),
     ("add", [1, None, b"", None, {}, {"lora": {"lora_name": "a", "lora_int_id": 1}}]),
     ("add", [1, None, b"", None, {}, {"pooling": {"dimensions": None}}]),
+    *(("add", [1, None, bytes(12), None, {}, {"features": features}]) for features in BAD_FEATURES.values()),
     ("add", [1, b"", None, cbor2.CBORTag(TAG, ["numpy", "|u1", [1, 1], b"a"]), {}, {}]),
     ("utility", [1, "method", {}]),
     ("utility", [1, "method", [cbor2.undefined]]),

@@ -2,8 +2,9 @@
 
     python reference.py LLM|AsyncLLM < requests.json > answers.json
 
-In: ``{"arguments": {...}, "requests": [[token ids, sampling parameters], ...]}``. Out: the token ids of each answer.
-With ``data_parallel_size`` the ranks take turns, and what has a temperature but no seed is answered first, one by one.
+In: ``{"arguments": {...}, "requests": [[prompt, sampling parameters], ...]}``, where a prompt is token ids, or a text
+and the numbers of the images in it. Out: the token ids of each answer. With ``data_parallel_size`` the ranks take
+turns, and what has a temperature but no seed is answered first, one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 @contextmanager
 def reference(
-    kind: str, arguments: dict[str, Any], requests: Sequence[tuple[list[int], dict[str, Any]]]
+    kind: str, arguments: dict[str, Any], requests: Sequence[tuple[list[Any], dict[str, Any]]]
 ) -> Generator[Callable[[], Any]]:
     """Have vLLM's own client answer with ``kind`` of engine; what is yielded waits for the answers."""
     from tests.vllm import setups
@@ -43,10 +44,19 @@ def reference(
                 process.kill()
 
 
-def run_reference(kind: str, arguments: dict[str, Any], requests: Sequence[tuple[list[int], dict[str, Any]]]) -> Any:
+def run_reference(kind: str, arguments: dict[str, Any], requests: Sequence[tuple[list[Any], dict[str, Any]]]) -> Any:
     """The answers of ``kind`` of engine, by vLLM's own client."""
     with reference(kind, arguments, requests) as answers:
         return answers()
+
+
+def _prompt(prompt: list[Any]) -> Any:
+    if prompt and isinstance(prompt[0], str):
+        from tests.vllm.image_model import prompt_of
+
+        text, images = prompt
+        return prompt_of(text, images) if images else {"prompt": text}
+    return {"prompt_token_ids": prompt}
 
 
 def _with_llm(arguments: dict[str, Any], requests: list[Any]) -> list[list[int]]:
@@ -54,7 +64,7 @@ def _with_llm(arguments: dict[str, Any], requests: list[Any]) -> list[list[int]]
 
     llm = LLM(**arguments)
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt, _ in requests],
+        [_prompt(prompt) for prompt, _ in requests],
         [SamplingParams(**params, detokenize=False) for _, params in requests],
         use_tqdm=False,
     )
@@ -75,7 +85,7 @@ async def _with_async_llm(arguments: dict[str, Any], requests: list[Any]) -> lis
         prompt, params = requests[number]
         rank = number % ranks if ranks > 1 else None
         sampling = SamplingParams(**params, detokenize=False)
-        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, str(number), data_parallel_rank=rank):
+        async for output in llm.generate(_prompt(prompt), sampling, str(number), data_parallel_rank=rank):
             answers[number] = list(output.outputs[0].token_ids)
 
     unseeded = [number for number, (_, params) in enumerate(requests) if params["temperature"] and "seed" not in params]

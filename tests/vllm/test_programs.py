@@ -14,7 +14,7 @@ from tests.vllm import setups
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
 
 
 def run(name: str, *words: str) -> str:
@@ -45,6 +45,18 @@ def test_embeddings() -> None:
     cosines = [list(map(float, line.split()[:4])) for line in table]
     assert [row[number] for number, row in enumerate(cosines)] == [1.0] * 4
     assert max(cosine for row in cosines for cosine in row if cosine < 1) == cosines[0][1] == cosines[1][0]
+
+
+def test_an_image(directory: Path, tmp_path: Path) -> None:
+    from tests.vllm.image_model import image, make_model
+
+    model, file = tmp_path / "model", tmp_path / "image.png"
+    make_model(model, directory)
+    image(1).save(file)
+    arguments = ("--question", "What is it?", "--backend", "trio")
+    shown = run("vllm_image", str(model), str(file), *arguments).splitlines()
+    assert re.fullmatch(r"image: 33 of \d\d tokens, from \d on", shown[0])
+    assert len("".join(shown[1:])) > 20
 
 
 def test_structured_outputs() -> None:

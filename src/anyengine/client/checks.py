@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from anyengine.errors import RequestError
+from anyengine.multimodal import MultiModalFeature, check_places
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.arrays import is_array
 from anyengine.protocol.sampling import NO_OPTIONS
@@ -99,6 +100,7 @@ def check_options(
     cache_salt: str | None,
     lora: LoRARequest | None,
     pooling: PoolingParams | None = None,
+    features: Sequence[MultiModalFeature] = (),
 ) -> RequestOptions:
     """A request's options.
 
@@ -108,16 +110,33 @@ def check_options(
     if pooling is None and "generate" not in info.supported_tasks:
         supported = ", ".join(info.supported_tasks)
         raise RequestError(f"engine {info.engine!r} generates no tokens; call encode() for its tasks: {supported}")
-    if priority == 0 and type(priority) is int and cache_salt is lora is pooling is None:
+    if priority == 0 and type(priority) is int and cache_salt is lora is pooling is None and features == ():
         return NO_OPTIONS
-    options = RequestOptions(priority=priority, cache_salt=cache_salt, lora=lora, pooling=pooling)
-    for name, value, default in (("priority", priority, 0), ("cache_salt", cache_salt, None), ("lora", lora, None)):
+    options = RequestOptions(priority=priority, cache_salt=cache_salt, lora=lora, pooling=pooling, features=features)
+    for name, value, default in (
+        ("priority", priority, 0),
+        ("cache_salt", cache_salt, None),
+        ("lora", lora, None),
+        ("features", options.features, ()),
+    ):
         if value != default and name not in info.request_options:
             supported = ", ".join(info.request_options) or "no such option"
             raise RequestError(
                 f"{name}={value!r:.80}: engine {info.engine!r} does not support it; it supports {supported}"
             )
     return options
+
+
+def check_features(features: Sequence[MultiModalFeature], tokens: Sequence[int] | None) -> None:
+    """Check that features fit their prompt.
+
+    :raises RequestError: if they do not, or the prompt is embeddings
+    """
+    if not features:
+        return
+    if tokens is None:
+        raise RequestError("features: expected prompt_token_ids, in which they have their places, not prompt_embeds")
+    check_places(features, len(tokens))
 
 
 def check_handles(handles: object) -> list[int]:

@@ -11,6 +11,7 @@ import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from anyengine.client.checks import (
+    check_features,
     check_handles,
     check_options,
     check_pooling,
@@ -22,6 +23,7 @@ from anyengine.client.checks import (
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.session import EngineSession
 from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
+from anyengine.multimodal import MultiModalFeature
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, HealthState
@@ -106,6 +108,7 @@ class EngineClient(EngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> RequestStream:
@@ -118,17 +121,19 @@ class EngineClient(EngineUtilities):
         :param priority: a lower number goes first, where the engine schedules by priority
         :param cache_salt: requests share what the prefix cache holds only with those of the same salt
         :param lora: the adapter to use; the engine loads it if it has not
+        :param features: images and the like, each with its place in the prompt; see :class:`MultiModalFeature`. Their
+            arrays may be changed when those of ``prompt_embeds`` may
         :param request_id: a name for logs and errors, free again when the request has ended; made up if None
         :param stall_limit: seconds after which a request of which nothing comes fails with ``RequestStalledError``; the
             time that it waits in the engine counts
         :raises TypeError: if an argument has the wrong type
-        :raises RequestError: if the prompt is empty or holds an impossible token id, if a live request has the same
-            id, or if the engine does not support a sampling parameter or an option
+        :raises RequestError: if the prompt is empty or holds an impossible token id, if a feature has no place in it,
+            if a live request has the same id, or if the engine does not support a sampling parameter or an option
         :raises TooManyRequestsError: if the client has ``max_requests`` live requests and ``when_full="refuse"``
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
         """
-        options = check_options(self.info, priority, cache_salt, lora)
+        options = check_options(self.info, priority, cache_salt, lora, features=features)
         return self._prepare(
             prompt_token_ids, sampling_params, prompt_embeds, options, request_id, stall_limit, whole=False
         )
@@ -142,6 +147,7 @@ class EngineClient(EngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> Completion:
@@ -149,7 +155,7 @@ class EngineClient(EngineUtilities):
 
         :raises EngineDeadError: if the engine dies before the last token
         """
-        options = check_options(self.info, priority, cache_salt, lora)
+        options = check_options(self.info, priority, cache_salt, lora, features=features)
         request = self._prepare(
             prompt_token_ids, sampling_params, prompt_embeds, options, request_id, stall_limit, whole=True
         )
@@ -165,6 +171,7 @@ class EngineClient(EngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> Completion:
@@ -175,7 +182,9 @@ class EngineClient(EngineUtilities):
         :raises RequestError: if the engine does not support the task
         :raises EngineDeadError: if the engine dies before the result
         """
-        options = check_options(self.info, priority, cache_salt, lora, check_pooling(pooling_params, self.info))
+        options = check_options(
+            self.info, priority, cache_salt, lora, check_pooling(pooling_params, self.info), features
+        )
         request = self._prepare(
             prompt_token_ids, _DEFAULT_SAMPLING, prompt_embeds, options, request_id, stall_limit, whole=True
         )
@@ -192,6 +201,7 @@ class EngineClient(EngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
     ) -> int:
         """One request for a caller with a dispatcher of its own; returns its handle, by which ``get_output`` names it.
@@ -203,10 +213,11 @@ class EngineClient(EngineUtilities):
         tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
         sampling = check_sampling(sampling_params, self.info)
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
-        options = check_options(self.info, priority, cache_salt, lora, pooling)
+        options = check_options(self.info, priority, cache_salt, lora, pooling, features)
+        check_features(options.features, tokens)
         self._session.check_free(check_request_id(request_id))
         await checkpoint_if_cancelled()
-        prompt_embeds = await self._session.admit(prompt_embeds)
+        prompt_embeds, options = await self._session.admit(prompt_embeds, options)
         (handle,), trackers = self._session.register(
             self._session.queue,
             None if tokens is None else [tokens],
@@ -335,6 +346,7 @@ class EngineClient(EngineUtilities):
     ) -> RequestStream:
         self._session.check_open()
         tokens = check_prompt(token_ids, embeds, self.info)
+        check_features(options.features, tokens)
         check_sampling(sampling, self.info)
         self._session.check_free(check_request_id(request_id))
         if stall_limit is not None:

@@ -16,6 +16,7 @@ from anyengine.errors import EngineError, RequestError
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs
 from anyengine.protocol.requests import MAX_PROMPTS
+from anyengine.protocol.sampling import NO_OPTIONS
 from anyengine.types import Completion
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class RequestGroup:
 
     async def _send_when_admitted(self) -> None:
         try:
-            await self._session.admit(None)
+            await self._session.admit(None, NO_OPTIONS)
         except RequestError as error:
             if self._backlog:
                 self._refuse([self._backlog.popleft()], error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import time
@@ -16,7 +17,7 @@ from anyengine.client.delivery import Delivery
 from anyengine.client.link import EngineLink
 from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_stream import RequestStream
-from anyengine.client.staging import stage
+from anyengine.client.staging import stage, stage_features
 from anyengine.client.waiters import ErrorFactory, OutputQueue, PendingCall
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError, RequestError
 from anyengine.params import RequestOptions, SamplingParams
@@ -117,10 +118,10 @@ class EngineSession:
         lane = self.link.lane
         return value if lane is None else await stage(value, lane, self.staging)
 
-    async def admit(self, embeds: Any) -> Any:
+    async def admit(self, embeds: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
         """Return when the engine takes one more request, which must then be registered without a checkpoint between.
 
-        :returns: ``embeds``, staged
+        :returns: both with their large arrays staged
         :raises TooManyRequestsError: if it does not, and the request is not to wait
         :raises EngineClosedError: if the client is closed, before or meanwhile
         :raises EngineDeadError: if the engine is dead, or stays dead
@@ -135,8 +136,11 @@ class EngineSession:
             else:
                 with self.admission.hold():
                     embeds = await self.stage(embeds)
+                    if options.features:
+                        features = await stage_features(options.features, self.stage)
+                        options = dataclasses.replace(options, features=features)
                 if self.restarted is None:
-                    return embeds
+                    return embeds, options
 
     async def available(self) -> None:
         """Return when the engine takes calls: at once, or after a restart that is under way.

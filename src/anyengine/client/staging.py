@@ -6,13 +6,15 @@ torch has in shared memory already is not copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import anyio
 from anyio import from_thread, to_thread
 
 from anyengine.memory import owner_of
+from anyengine.multimodal import MultiModalFeature
 from anyengine.process.blocks import Lease, SharedFile
 from anyengine.process.lane import Lane
 from anyengine.process.shared_storage import open_shared_storage
@@ -50,6 +52,22 @@ async def stage(value: Any, lane: Lane, limiter: anyio.CapacityLimiter) -> Any:
     if work <= AT_ONCE:
         return _staged_or_as_is(value, lane, _do_nothing)
     return await to_thread.run_sync(_stage_in_thread, value, lane, limiter=limiter)
+
+
+async def stage_features(
+    features: Sequence[MultiModalFeature], stage: Callable[[Any], Awaitable[Any]]
+) -> Sequence[MultiModalFeature]:
+    """``features`` with what ``stage`` makes of the arguments of their encoder."""
+    data = [{name: field.data for name, field in feature.fields.items()} for feature in features]
+    staged = await stage(data)
+    if staged is data:
+        return features
+    return tuple(_with_data(feature, values) for feature, values in zip(features, staged, strict=True))
+
+
+def _with_data(feature: MultiModalFeature, data: Mapping[str, Any]) -> MultiModalFeature:
+    fields = {name: dataclasses.replace(field, data=data[name]) for name, field in feature.fields.items()}
+    return dataclasses.replace(feature, fields=fields)
 
 
 def _do_nothing() -> None:

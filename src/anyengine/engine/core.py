@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from anyengine.multimodal import MultiModalFeature
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.types import EngineInfo
@@ -46,9 +47,10 @@ class ProgressReporter(Protocol):
 class EngineRequest:
     """One request as it reaches the engine: exactly one of token ids (u32) and embeddings (tokens x hidden size).
 
-    Embeddings are a torch tensor or a numpy array if the engine has loaded that library, else a ``WireArray``. With
-    ``pooling`` the one output is to hold the pooled vector or scores in place of tokens. What an engine does not list
-    in its :class:`EngineInfo` does not come; clients refuse it.
+    Embeddings are a torch tensor or a numpy array if the engine has loaded that library, else a ``WireArray``, and so
+    are arrays in ``features``, each of which has its place among the token ids. With ``pooling`` the one output is to
+    hold the pooled vector or scores in place of tokens. What an engine does not list in its :class:`EngineInfo` does
+    not come; clients refuse it.
     """
 
     handle: int
@@ -59,6 +61,7 @@ class EngineRequest:
     cache_salt: str | None = None
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
+    features: Sequence[MultiModalFeature] = ()
 
 
 def engine_request(
@@ -78,6 +81,7 @@ def engine_request(
         cache_salt=options.cache_salt,
         lora=options.lora,
         pooling=options.pooling,
+        features=options.features,
     )
 
 

@@ -7,7 +7,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from anyengine.errors import ProtocolError
+from anyengine.errors import ProtocolError, RequestError
+from anyengine.multimodal import check_places
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol import cbor
 from anyengine.protocol.arrays import is_array
@@ -58,7 +59,7 @@ class Add(NamedTuple):
                 joined.extend(prompt)
             tokens = encode_column("I", joined, buffers)
         sampling = encode_sampling(self.sampling, buffers)
-        body = [self.handle, lengths, tokens, embeds, sampling, encode_options(self.options)]
+        body = [self.handle, lengths, tokens, embeds, sampling, encode_options(self.options, buffers)]
         return [self.KIND, cbor.encode_plain(body), *buffers]
 
     @classmethod
@@ -77,6 +78,13 @@ class Add(NamedTuple):
             raise ProtocolError("ADD prompt_embeds is not an array of tokens x hidden size")
         add = cls(handle, prompts, embeds, decode_sampling(sampling), decode_options(options))
         expect_u64("ADD last handle", add.handles[-1])
+        if add.options.features:
+            if prompts is None or len(prompts) != 1:
+                raise ProtocolError("ADD carries features, but not the token ids of one prompt")
+            try:
+                check_places(add.options.features, len(prompts[0]))
+            except RequestError as error:
+                raise ProtocolError(f"ADD carries impossible features: {error}") from None
         return add
 
 

@@ -10,6 +10,7 @@ from anyengine.errors import ProtocolError
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_type
+from anyengine.protocol.features import decode_features, encode_features
 from anyengine.protocol.outputs import decode_column
 
 _STRUCTURED: dict[str, tuple[type, ...]] = {"json": (str, dict), "regex": (str,), "choice": (list,), "grammar": (str,)}
@@ -72,8 +73,11 @@ def _decode_structured(wire: object) -> StructuredOutputs:
     return StructuredOutputs(**fields)
 
 
-def encode_options(options: RequestOptions) -> dict[str, Any]:
-    """The map that travels: only what is set."""
+def encode_options(options: RequestOptions, buffers: list[cbor.Buffer]) -> dict[str, Any]:
+    """The map that travels: only what is set.
+
+    :raises UnencodableError: if a feature holds something that cannot travel
+    """
     if options is NO_OPTIONS:
         return {}
     fields: dict[str, Any] = {}
@@ -86,6 +90,8 @@ def encode_options(options: RequestOptions) -> dict[str, Any]:
     if options.pooling is not None:
         given = {name: value for name, value in dataclasses.asdict(options.pooling).items() if value is not None}
         fields["pooling"] = cbor.pack(given, [], path="pooling_params")
+    if options.features:
+        fields["features"] = encode_features(options.features, buffers)
     return fields
 
 
@@ -105,7 +111,9 @@ def decode_options(wire: object) -> RequestOptions:
                 if None in fields[name].values():
                     raise ProtocolError(f"ADD {name} carries null; what has its default value is left out")
                 fields[name] = kind(**fields[name])
-        if None in fields.values():
+        if "features" in fields:
+            fields["features"] = decode_features(fields["features"])
+        if any(value is None for value in fields.values()):
             raise ProtocolError("ADD options carry null; what has its default value is left out")
         return RequestOptions(**fields)
     except (TypeError, ValueError) as error:

@@ -24,6 +24,7 @@ from anyengine.client.engine_client import EngineClient, session_of
 from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.waiters import without_rows
 from anyengine.errors import EngineClosedError
+from anyengine.multimodal import MultiModalFeature
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.sync_client.handover import StepHandover, StepSubscription
@@ -111,6 +112,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> SyncRequestStream:
@@ -126,6 +128,7 @@ class SyncEngineClient(BlockingEngineUtilities):
                 priority=priority,
                 cache_salt=cache_salt,
                 lora=lora,
+                features=features,
                 request_id=request_id,
                 stall_limit=stall_limit,
             )
@@ -141,12 +144,13 @@ class SyncEngineClient(BlockingEngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> Completion:
         """One request to its end. Parameters and errors as :meth:`EngineClient.generate`."""
         prompt = check_prompt(prompt_token_ids, prompt_embeds, self.info)
-        if prompt is not None and request_id is stall_limit is None:
+        if prompt is not None and request_id is stall_limit is None and features == ():
             options = check_options(self.info, priority, cache_salt, lora)
             sampling = check_sampling(sampling_params, self.info)
             request = OneRequest(self._session, prompt, sampling, options)
@@ -160,6 +164,7 @@ class SyncEngineClient(BlockingEngineUtilities):
                 priority=priority,
                 cache_salt=cache_salt,
                 lora=lora,
+                features=features,
                 request_id=request_id,
                 stall_limit=stall_limit,
             )
@@ -174,6 +179,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> Completion:
@@ -186,6 +192,7 @@ class SyncEngineClient(BlockingEngineUtilities):
                 priority=priority,
                 cache_salt=cache_salt,
                 lora=lora,
+                features=features,
                 request_id=request_id,
                 stall_limit=stall_limit,
             )
@@ -237,6 +244,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
     ) -> int:
         """One request for a caller with a dispatcher of its own; returns its handle, by which ``get_output`` names it.
@@ -252,6 +260,7 @@ class SyncEngineClient(BlockingEngineUtilities):
                 priority=priority,
                 cache_salt=cache_salt,
                 lora=lora,
+                features=features,
                 request_id=request_id,
             ),
             undo=lambda handle: self._abort([handle]),

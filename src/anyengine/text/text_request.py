@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from anyengine.errors import RequestError
+from anyengine.multimodal import MultiModalFeature
 from anyengine.params import LoRARequest, SamplingParams
 from anyengine.text.assembler import TextAssembler
 from anyengine.text.stop_strings import check_stop
@@ -37,6 +38,7 @@ class TextOptions(TypedDict, total=False):
     priority: int
     cache_salt: str | None
     lora: LoRARequest | None
+    features: Sequence[MultiModalFeature]
     request_id: str | None
     stall_limit: float | None
 
@@ -61,6 +63,7 @@ class TextRequest:
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
     ) -> None:
@@ -71,12 +74,15 @@ class TextRequest:
             or (isinstance(first, str) and not isinstance(prompt, str))
         ):
             raise TypeError(f"prompt={prompt!r:.80} ({type(prompt).__name__}): expected text, messages or token ids")
+        if features and (isinstance(prompt, str) or isinstance(first, Mapping)):
+            raise TypeError("features: expected a prompt of token ids, in which they have their places")
         self.sampling = sampling
         self.request_id = request_id
         self.client_options: dict[str, Any] = {
             "priority": priority,
             "cache_salt": cache_salt,
             "lora": lora,
+            "features": features,
             "request_id": request_id,
             "stall_limit": stall_limit,
         }

@@ -26,6 +26,8 @@ _NEEDED = {
     ),
     "vllm.v1.engine.input_processor:InputProcessor": ("process_inputs",),
     "vllm.exceptions:VLLMClientError": (),
+    "vllm.multimodal.inputs:MultiModalKwargsItems": (),
+    "vllm.multimodal.inputs:PlaceholderRange": ("get_num_embeds",),
     "vllm.v1.executor:Executor": ("get_class", "collective_rpc", "register_failure_callback"),
     "vllm.v1.core.sched.interface:SchedulerInterface": (
         "has_requests", "get_request_counts", "get_kv_cache_usage", "set_pause_state", "reset_prefix_cache",
@@ -70,13 +72,21 @@ def _fields(file: Path, name: str) -> Sequence[str]:
 def import_vllm() -> str:
     """Import vLLM, which takes some seconds; its version.
 
-    :raises ImportError: if it is a version in which something is missing that is needed here
+    :raises ImportError: if it is a version in which something is missing that the engine needs
     """
     # vLLM would fork its workers where it can. The engine's process has ZeroMQ's threads by now and a connection open,
     # of which a fork would hold copies.
     os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    return require(_NEEDED)
+
+
+def require(needed: Mapping[str, Sequence[str]]) -> str:
+    """Import vLLM and look for objects (``"package.module:name"``) and their attributes; its version.
+
+    :raises ImportError: if one is missing
+    """
     version = find("vllm:__version__")
-    for path, names in _NEEDED.items():
+    for path, names in needed.items():
         try:
             found = find(path)
         except (ImportError, AttributeError) as error:

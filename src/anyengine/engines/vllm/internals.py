@@ -10,6 +10,7 @@ from typing import Any
 
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.vllm.adapters import Adapters
+from anyengine.engines.vllm.features import ModelFeatures, engine_input, tokens_beside
 from anyengine.engines.vllm.installed import find, import_vllm
 from anyengine.engines.vllm.leftovers import files_in, scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
@@ -17,6 +18,7 @@ from anyengine.engines.vllm.outputs import FailedRow
 from anyengine.engines.vllm.parameters import embeddings, engine_args, lora_request, pooling_params, sampling_params
 from anyengine.engines.vllm.ranks import Rank
 from anyengine.errors import RequestError
+from anyengine.multimodal import MultiModalFeature
 from anyengine.params import SamplingParams
 from anyengine.types import EngineInfo
 
@@ -38,7 +40,9 @@ class VllmCore:
         progress.stage("importing vllm")
         self._version = import_vllm()
         progress.stage("reading configuration")
-        args = engine_args(arguments)
+        # The cache of processed items lies between vLLM's client and its engine, each of which has half of it. Here
+        # every item comes with its data, and `inputs` caches what it has processed.
+        args = engine_args({**arguments, "mm_processor_cache_gb": 0})
         usage = find("vllm.usage.usage_lib:UsageContext").ENGINE_CONTEXT
         self.config: Any = args.create_engine_config(usage)
         rank.apply_to(self.config)
@@ -46,6 +50,7 @@ class VllmCore:
         find("vllm.transformers_utils.config:maybe_register_config_serialize_by_value")()
         progress.stage("loading tokenizer")
         self._processor: Any = find("vllm.v1.engine.input_processor:InputProcessor")(self.config)
+        self._features = self._model_features()
         executor_class = with_stages(find("vllm.v1.executor:Executor").get_class(self.config), progress)
         if self.config.parallel_config.distributed_executor_backend != "uni":
             start_resource_tracker()
@@ -123,6 +128,8 @@ class VllmCore:
             options.append("priority")  # another scheduler would take it and look away
         if self.has_lora:
             options.append("lora")
+        if self._features is not None:
+            options.append("features")
         return options
 
     # ---- requests ----
@@ -167,10 +174,29 @@ class VllmCore:
         if request.prompt_embeds is not None:
             return {"type": "embeds", "prompt_embeds": embeddings(request.prompt_embeds, self._model), **salt}
         tokens = list(request.prompt_token_ids or ())
+        if request.features:
+            return {**self._multimodal(tokens, request.features), **salt}
+        self._check_tokens(tokens)
+        return {"type": "token", "prompt_token_ids": tokens, **salt}
+
+    def _model_features(self) -> ModelFeatures | None:
+        # An encoder's tokens are no part of the prompt where there is a decoder beside it.
+        if not self._model.supports_multimodal_inputs or self._model.is_encoder_decoder:
+            return None
+        return ModelFeatures(self.config, self._processor.renderer.get_mm_processor())
+
+    def _multimodal(self, tokens: list[int], features: Sequence[MultiModalFeature]) -> dict[str, Any]:
+        # What an encoder's output takes the place of may be a number that the model has no token for.
+        self._check_tokens(tokens_beside(tokens, features))
+        if self._features is None:
+            raise RequestError("features: this model takes none")
+        self._features.check(features)
+        return engine_input(tokens, features)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
         # Without a tokenizer vLLM does not look, and a token that the model does not have ends the engine.
         if tokens and max(tokens) >= (size := self._model.get_vocab_size()):
             raise RequestError(f"the prompt holds token {max(tokens)}: the model has {size} tokens")
-        return {"type": "token", "prompt_token_ids": tokens, **salt}
 
     @functools.cached_property
     def _seeds_are_safe(self) -> bool:

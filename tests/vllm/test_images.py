@@ -1,0 +1,266 @@
+"""Prompts with images: the tokens are those of vLLM's own clients, and what is wrong with one ends no other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from tests.vllm import setups
+from tests.vllm.image_model import ARGUMENTS, ONE, TWO, make_model, prompt_of
+from tests.vllm.reference import run_reference
+
+from anyengine import EngineClient, MultiModalFeature, RequestError, SamplingParams, open_engine_client
+from anyengine.engines.vllm.inputs import VllmInputs
+
+# vLLM is in this process, too, and what it warns of is not ours.
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+REQUESTS: list[tuple[str, list[int]]] = [
+    (ONE, [1]),
+    (ONE, [2]),
+    (ONE, [1]),
+    (TWO, [1, 2]),
+    (TWO, [2, 1]),
+    (TWO, [3, 3]),
+    ("User: What is this? Answer:", []),
+]
+
+Features = list[MultiModalFeature]
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("image-model")
+    make_model(made, directory)
+    return made
+
+
+@pytest.fixture(scope="module")
+def inputs(model: Path) -> Iterator[VllmInputs]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in setups.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield VllmInputs(**{**setups.ARGUMENTS, **ARGUMENTS, "model": str(model)})
+
+
+@pytest.fixture(scope="module")
+def image_requests(inputs: VllmInputs) -> list[tuple[list[int], Features]]:
+    return [inputs.process_sync(prompt_of(*request)) for request in REQUESTS]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    arguments = {**setups.ARGUMENTS, **ARGUMENTS, "model": str(model), "distributed_executor_backend": "uni"}
+    return run_reference("LLM", arguments, [(list(request), GREEDY) for request in REQUESTS])
+
+
+def spec(model: Path, topology: setups.Topology = "uni", **more: Any) -> Any:
+    return setups.spec(topology, **ARGUMENTS, model=str(model), **more)
+
+
+async def generate(client: EngineClient, prompt: list[int], features: Features) -> list[int]:
+    return (await client.generate(prompt, SamplingParams(**GREEDY), features=features)).token_ids
+
+
+async def generate_all(client: EngineClient, requests: list[tuple[list[int], Features]]) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in requests]
+
+    async def answer(number: int, prompt: list[int], features: Features) -> None:
+        answers[number] = await generate(client, prompt, features)
+
+    async with anyio.create_task_group() as group:
+        for number, request in enumerate(requests):
+            group.start_soon(answer, number, *request)
+    return answers
+
+
+@pytest.mark.slow
+async def test_as_llm_and_again_and_while_others_are_aborted(
+    model: Path, image_requests: list[tuple[list[int], Features]], expected: list[list[int]], traces: setups.Traces
+) -> None:
+    assert expected[0] == expected[2] != expected[1], "the model looks at the images"
+    assert expected[3] != expected[4]
+    async with open_engine_client(spec(model), launcher=traces.launcher()) as client:
+        assert client.info.request_options == ["cache_salt", "features"]
+        for request, answer in zip(image_requests, expected, strict=True):
+            assert await generate(client, *request) == answer
+
+        async def abort(prompt: list[int], features: Features) -> None:
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            async with client.open_request(prompt, params, features=features) as request:
+                await anext(request)
+
+        for clear in (client.reset_encoder_cache, client.reset_prefix_cache, client.reset_mm_cache):
+            async with anyio.create_task_group() as group:
+                for request in image_requests * 2:
+                    group.start_soon(abort, *request)
+                assert await generate_all(client, image_requests) == expected
+            await clear()
+        assert await generate_all(client, image_requests) == expected
+    traces.expect_none()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"enable_prefix_caching": False, "mm_processor_cache_gb": 1}, id="without a prefix cache"),
+        pytest.param({"enable_chunked_prefill": True, "max_num_batched_tokens": 48}, id="in pieces"),
+    ],
+)
+async def test_with_other_arguments(
+    model: Path,
+    image_requests: list[tuple[list[int], Features]],
+    expected: list[list[int]],
+    arguments: dict[str, Any],
+    traces: setups.Traces,
+) -> None:
+    async with open_engine_client(spec(model, **arguments), launcher=traces.launcher()) as client:
+        for _ in range(2):
+            assert await generate_all(client, image_requests) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_as_async_llm_with_a_worker_process(
+    model: Path, image_requests: list[tuple[list[int], Features]], traces: setups.Traces
+) -> None:
+    arguments = {**setups.ARGUMENTS, **ARGUMENTS, "model": str(model)}
+    expected = run_reference("AsyncLLM", arguments, [(list(request), GREEDY) for request in REQUESTS])
+    async with open_engine_client(spec(model, "mp"), launcher=traces.launcher("mp")) as client:
+        assert await generate_all(client, image_requests) == expected
+
+
+def change(**changes: Any) -> Callable[[Features], Features]:
+    return lambda features: [dataclasses.replace(features[0], identifier="wrong", **changes)]
+
+
+def with_field(name: str, make: Callable[[Any], Any]) -> Callable[[Features], Features]:
+    def changed(features: Features) -> Features:
+        fields = dict(features[0].fields)
+        if (field := make(fields.pop(name))) is not None:
+            fields[name] = field
+        return change(fields=fields)(features)
+
+    return changed
+
+
+WRONG: dict[str, tuple[Callable[[Features], Features], str]] = {
+    "modality": (change(modality="video"), "one of modality 'video'; the engine takes image"),
+    "passed through": (change(modality="prompt_embeds"), "one of modality 'prompt_embeds'; the engine takes image"),
+    "missing": (
+        with_field("pixel_values", lambda field: None),
+        r"features\[0\].fields lacks pixel_values; the model's processor makes num_patches, pixel_attention_mask",
+    ),
+    "dimensions": (
+        with_field("pixel_values", lambda field: dataclasses.replace(field, data=field.data[0])),
+        r"fields\['pixel_values'\] is flat, of 3 dimensions and floats; the model's processor makes flat, of 4",
+    ),
+    "integers": (
+        with_field("pixel_values", lambda field: dataclasses.replace(field, data=field.data.int())),
+        r"fields\['pixel_values'\] is flat, of 4 dimensions and integers",
+    ),
+    "batching": (
+        with_field("num_patches", lambda field: dataclasses.replace(field, batching="shared")),
+        r"fields\['num_patches'\] is shared, of 0 dimensions",
+    ),
+    "too many": (
+        lambda features: [
+            dataclasses.replace(features[0], offset=number, length=1, is_embed=None) for number in range(3)
+        ],
+        r"At most 2 image\(s\) may be provided in one prompt",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_what_is_wrong_with_a_feature_is_its_requests_alone(
+    model: Path, image_requests: list[tuple[list[int], Features]], expected: list[list[int]], traces: setups.Traces
+) -> None:
+    prompt, features = image_requests[0]
+    async with open_engine_client(spec(model), launcher=traces.launcher()) as client:
+        async with client.open_request(
+            prompt, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True), features=features
+        ) as beside:
+            for make, message in WRONG.values():
+                with pytest.raises(RequestError, match=message):
+                    await generate(client, prompt, make(features))
+            assert (await anext(beside)).token_ids[0] == expected[0][0]
+        assert await generate_all(client, image_requests) == expected
+
+
+@pytest.mark.slow
+async def test_a_text_model_takes_none(address: str, image_requests: list[tuple[list[int], Features]]) -> None:
+    async with open_engine_client(address=address) as client:
+        assert "features" not in client.info.request_options
+        with pytest.raises(RequestError, match="engine 'vllm' does not support it; it supports cache_salt"):
+            await generate(client, *image_requests[0])
+
+
+# ---- in the application ----
+
+
+@pytest.mark.slow
+async def test_inputs_are_made_off_the_event_loop(
+    inputs: VllmInputs, image_requests: list[tuple[list[int], Features]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render, running, most = inputs._renderer.render_cmpl, 0, 0
+    started, released = anyio.Event(), False
+    loop = anyio.lowlevel.current_token()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        anyio.from_thread.run_sync(started.set, token=loop)
+        while not released:
+            anyio.from_thread.run(anyio.sleep, 0, token=loop)
+        running -= 1
+        return render(*args, **kwargs)
+
+    monkeypatch.setattr(inputs._renderer, "render_cmpl", watched)
+    made: list[tuple[list[int], Features]] = [([], []) for _ in REQUESTS]
+
+    async def make(number: int) -> None:
+        made[number] = await inputs.process(prompt_of(*REQUESTS[number]))
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            for number in range(len(REQUESTS)):
+                group.start_soon(make, number)
+            await started.wait()
+            with anyio.move_on_after(0.05):  # one that waits for its turn is cancelled at once
+                await inputs.process(prompt_of(*REQUESTS[0]))
+            released = True
+    assert most == 1
+    for (prompt, features), (known_prompt, known_features) in zip(made, image_requests, strict=True):
+        assert prompt == known_prompt
+        places = [(feature.identifier, feature.offset, feature.length) for feature in features]
+        assert places == [(feature.identifier, feature.offset, feature.length) for feature in known_features]
+    assert image_requests[6][1] == []
+    (first,), (other,) = image_requests[0][1], image_requests[1][1]
+    assert first.identifier != other.identifier
+    assert first.identifier == image_requests[3][1][0].identifier
+
+
+@pytest.mark.slow
+async def test_a_prompt_that_vllm_refuses(inputs: VllmInputs) -> None:
+    for prompt, message in (
+        (prompt_of(ONE, [1, 2, 3]), r"At most 2 image\(s\) may be provided in one prompt"),
+        (prompt_of("No place for it", [1]), "AssertionError: Failed to apply prompt replacement"),
+        ({"prompt": ONE, "multi_modal_data": {"image": "a path"}}, "vLLM refuses the prompt"),
+        ({}, "Prompt dictionary must contain text, tokens, or embeddings"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            await inputs.process(prompt)
+    with pytest.raises(TypeError, match=r"prompt='text' \(str\): expected a mapping, as vLLM takes it"):
+        await inputs.process("text")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="vLLM's EngineArgs have no 'modle'; did you mean 'model'"):
+        await VllmInputs.load(modle="x")
