@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from anyengine.keys import ConnectionKeys as ConnectionKeys
     from anyengine.params import LoRARequest as LoRARequest
     from anyengine.params import PoolingParams as PoolingParams
+    from anyengine.params import RequestKeywords as RequestKeywords
     from anyengine.params import SamplingParams as SamplingParams
     from anyengine.params import StructuredOutputs as StructuredOutputs
     from anyengine.process.launcher import ProcessLauncher as ProcessLauncher
@@ -79,6 +80,7 @@ _MODULES = {
     "ProcessLauncher": "process.launcher",
     "ProtocolError": "errors",
     "RequestError": "errors",
+    "RequestKeywords": "params",
     "RequestOutput": "types",
     "RequestStalledError": "errors",
     "RequestStream": "client.request_stream",

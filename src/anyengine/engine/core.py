@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
+from anyengine.protocol.sampling import NO_OPTIONS
 from anyengine.types import EngineInfo
 
 __all__ = [
@@ -61,6 +62,9 @@ class EngineRequest:
     pooling: PoolingParams | None = None
 
 
+_OPTIONS = [field.name for field in dataclasses.fields(RequestOptions)]
+
+
 def engine_request(
     handle: int,
     prompt_token_ids: Sequence[int] | None,
@@ -74,10 +78,7 @@ def engine_request(
         prompt_token_ids=prompt_token_ids,
         prompt_embeds=prompt_embeds,
         sampling=sampling,
-        priority=options.priority,
-        cache_salt=options.cache_salt,
-        lora=options.lora,
-        pooling=options.pooling,
+        **({} if options is NO_OPTIONS else {name: getattr(options, name) for name in _OPTIONS}),
     )
 
 
