@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from anyengine.multimodal import MultiModalField as MultiModalField
     from anyengine.params import LoRARequest as LoRARequest
     from anyengine.params import PoolingParams as PoolingParams
+    from anyengine.params import RequestKeywords as RequestKeywords
     from anyengine.params import SamplingParams as SamplingParams
     from anyengine.params import StructuredOutputs as StructuredOutputs
     from anyengine.process.launcher import ProcessLauncher as ProcessLauncher
@@ -83,6 +84,7 @@ _MODULES = {
     "ProcessLauncher": "process.launcher",
     "ProtocolError": "errors",
     "RequestError": "errors",
+    "RequestKeywords": "params",
     "RequestOutput": "types",
     "RequestStalledError": "errors",
     "RequestStream": "client.request_stream",

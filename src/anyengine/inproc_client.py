@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, Unpack
 
 from anyengine.client.checks import (
     check_features,
@@ -20,8 +20,7 @@ from anyengine.engine.control import SchedulerControl
 from anyengine.engine.core import Deferred, EngineCore, engine_request
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, RequestError, UtilityError
-from anyengine.multimodal import MultiModalFeature
-from anyengine.params import LoRARequest, PoolingParams, SamplingParams
+from anyengine.params import PoolingParams, RequestKeywords, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.types import EngineInfo, FinishReason
 from anyengine.utilities import BlockingEngineUtilities
@@ -94,11 +93,8 @@ class InprocEngineClient(BlockingEngineUtilities):
         *,
         prompt_embeds: Any = None,
         pooling_params: PoolingParams | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> int:
         """One request; returns its handle, by which :meth:`get_output` names it.
 
@@ -107,11 +103,8 @@ class InprocEngineClient(BlockingEngineUtilities):
         :param prompt_token_ids: the prompt as token ids (u32)
         :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead
         :param pooling_params: asks for the pooled vector or scores of the prompt in place of tokens
-        :param priority: a lower number goes first, where the engine schedules by priority
-        :param cache_salt: requests share what the prefix cache holds only with those of the same salt
-        :param lora: the adapter to use; the engine loads it if it has not
-        :param features: images and the like, each with its place in the prompt; see :class:`MultiModalFeature`
         :param request_id: a name for logs and errors, free again when the request has ended
+        :param options: what else the request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type
         :raises RequestError: if the prompt is empty or holds an impossible token id, if a live request has the same
             id, or if the engine refuses the request
@@ -122,12 +115,12 @@ class InprocEngineClient(BlockingEngineUtilities):
         tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
         sampling = check_sampling(sampling_params, self.info)
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
-        options = check_options(self.info, priority, cache_salt, lora, pooling, features)
-        check_features(options.features, tokens)
+        checked = check_options(self.info, options, pooling)
+        check_features(checked.features, tokens)
         if check_request_id(request_id) is not None and request_id in self._ids.values():
             raise RequestError(f"request_id={request_id!r}: a live request has this id")
         handle = next(self._handles)
-        request = engine_request(handle, tokens, prompt_embeds, sampling, options)
+        request = engine_request(handle, tokens, prompt_embeds, sampling, checked)
         try:
             self._control.add_request(request)
         except RequestError:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from anyengine.errors import RequestError
 from anyengine.multimodal import MultiModalFeature
@@ -150,9 +150,29 @@ class LoRARequest:
         _integer(1, U32_MAX)("LoRARequest.lora_int_id", self.lora_int_id)
 
 
+class RequestKeywords(TypedDict, total=False):
+    """What a request may ask for besides its prompt and how it is sampled: keyword arguments of whatever makes one.
+
+    An engine lists at READY what it supports (``EngineInfo.request_options``); the rest is refused by name.
+    """
+
+    priority: int
+    """A lower number goes first, where the engine schedules by priority; 0 if it is left out."""
+
+    cache_salt: str | None
+    """The request shares what the prefix cache holds only with requests of the same salt."""
+
+    lora: LoRARequest | None
+    """The adapter to use; the engine loads it if it has not."""
+
+    features: Sequence[MultiModalFeature]
+    """Images and the like, each with its place in the token ids of the one prompt. Their arrays may be changed when
+    those of ``prompt_embeds`` may."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What a request may ask for besides its prompt and how it is sampled; ``EngineClient.open_request`` explains it.
+    """:class:`RequestKeywords` as they reach an engine, and how the prompt is to be pooled, if it is.
 
     :raises TypeError: if a field has the wrong type
     :raises RequestError: if a value is out of its range

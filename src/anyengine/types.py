@@ -83,7 +83,7 @@ class EngineInfo:
 
     ``max_model_len`` counts prompt and completion tokens together. ``sampling_parameters`` names the
     :class:`SamplingParams` fields that the engine honours, ``utilities`` the methods that ``call_utility`` reaches.
-    ``request_options`` names what else a request may ask for: ``priority``, ``cache_salt``, ``lora``, ``features``.
+    ``request_options`` names the :class:`RequestKeywords` that it honours.
     ``prompt_embeds`` tells whether a prompt may come as embeddings. Sizes of the KV cache are in blocks and tokens.
     ``data_parallel_rank`` is this engine's number among ``data_parallel_size`` that share the requests out.
     """

@@ -75,8 +75,8 @@ def test_the_sync_client_passes_them_on(backend: Any) -> None:
         client.add_request(PROMPT, features=FEATURES)
         (details,) = client.get_output().details.values()
         assert details.events == TOLD
-        with pytest.raises(TypeError, match="features"):
-            client.generate_many([PROMPT, PROMPT], features=FEATURES)  # type: ignore[call-arg]
+        with pytest.raises(RequestError, match="features have their places in one prompt"):
+            client.generate_many([PROMPT, PROMPT], features=FEATURES)
 
 
 def test_the_in_process_client_passes_them_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from anyengine import (
     LoRARequest,
     PoolingParams,
     RequestError,
+    RequestKeywords,
     SamplingParams,
     open_engine_client,
     open_sync_engine_client,
 )
+from anyengine.engine.core import EngineRequest
 from anyengine.params import RequestOptions
 from anyengine.protocol.outputs import StepOutputs
 
@@ -74,6 +77,49 @@ def test_the_in_process_client_passes_them_on() -> None:
         client.add_request([1, 2], pooling_params=POOLING, **OPTIONS)
         details = details_of(client.get_output())
         assert (details.events, details.pooling_output) == (ASKED, POOLED)
+
+
+UNKNOWN: dict[str, Any] = {"prioritty": 1}
+REFUSAL = "unexpected keyword argument 'prioritty': the options of a request are priority, cache_salt, lora, features"
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("leaves_nothing")
+async def test_an_option_that_there_is_not_is_refused_by_name() -> None:
+    async with open_engine_client(SPEC) as client:
+        for call in (client.generate, client.encode, client.add_request):
+            with pytest.raises(TypeError, match=REFUSAL):
+                await call([1], **UNKNOWN)
+        with pytest.raises(TypeError, match=REFUSAL):
+            client.open_request([1], **UNKNOWN)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'pooling'"):
+            await client.generate([1], pooling=POOLING)  # type: ignore[arg-type]
+        assert client.statistics().live_requests == 0
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_the_blocking_clients_refuse_it_too() -> None:
+    with open_sync_engine_client(SPEC) as client:
+        for call in (client.generate, client.stream, client.encode, client.add_request):
+            with pytest.raises(TypeError, match=REFUSAL):
+                call([1], **UNKNOWN)
+        with pytest.raises(TypeError, match=REFUSAL):
+            client.generate_many([[1]], **UNKNOWN)
+        assert client.statistics().live_requests == 0
+    with InprocEngineClient(OptionsEngine()) as inproc, pytest.raises(TypeError, match=REFUSAL):
+        inproc.add_request([1], **UNKNOWN)
+
+
+def test_what_is_left_at_its_default_asks_for_nothing() -> None:
+    with InprocEngineClient(OptionsEngine(options=[])) as client:
+        client.add_request([1, 2], priority=0, cache_salt=None, lora=None)
+        assert details_of(client.get_output()).events == NOTHING
+
+
+def test_every_option_has_its_place_on_both_sides() -> None:
+    fields = {field.name for field in dataclasses.fields(RequestOptions)}
+    assert fields == {*RequestKeywords.__annotations__, "pooling"}
+    assert fields <= {field.name for field in dataclasses.fields(EngineRequest)}
 
 
 @pytest.mark.anyio

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from anyengine.errors import RequestError
 from anyengine.multimodal import MultiModalFeature, check_places
-from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
+from anyengine.params import PoolingParams, RequestKeywords, RequestOptions, SamplingParams
 from anyengine.protocol.arrays import is_array
 from anyengine.protocol.sampling import NO_OPTIONS
 from anyengine.types import U32_MAX, EngineInfo
@@ -94,32 +94,24 @@ def check_pooling(pooling: object, info: EngineInfo) -> PoolingParams:
     return pooling
 
 
-def check_options(
-    info: EngineInfo,
-    priority: int,
-    cache_salt: str | None,
-    lora: LoRARequest | None,
-    pooling: PoolingParams | None = None,
-    features: Sequence[MultiModalFeature] = (),
-) -> RequestOptions:
+def check_options(info: EngineInfo, given: RequestKeywords, pooling: PoolingParams | None = None) -> RequestOptions:
     """A request's options.
 
-    :raises TypeError: if one has the wrong type
+    :raises TypeError: if there is no such option, or one has the wrong type
     :raises RequestError: if one is out of its range, or the engine does not support it; the message names it
     """
-    if pooling is None and "generate" not in info.supported_tasks:
-        supported = ", ".join(info.supported_tasks)
-        raise RequestError(f"engine {info.engine!r} generates no tokens; call encode() for its tasks: {supported}")
-    if priority == 0 and type(priority) is int and cache_salt is lora is pooling is None and features == ():
-        return NO_OPTIONS
-    options = RequestOptions(priority=priority, cache_salt=cache_salt, lora=lora, pooling=pooling, features=features)
-    for name, value, default in (
-        ("priority", priority, 0),
-        ("cache_salt", cache_salt, None),
-        ("lora", lora, None),
-        ("features", options.features, ()),
-    ):
-        if value != default and name not in info.request_options:
+    if given:
+        check_keywords(given, RequestKeywords)
+    if pooling is None:
+        if "generate" not in info.supported_tasks:
+            supported = ", ".join(info.supported_tasks)
+            raise RequestError(f"engine {info.engine!r} generates no tokens; call encode() for its tasks: {supported}")
+        if not given:
+            return NO_OPTIONS
+    options = RequestOptions(**given, pooling=pooling)
+    for name in given:
+        value = getattr(options, name)
+        if name not in info.request_options and value != getattr(NO_OPTIONS, name):
             supported = ", ".join(info.request_options) or "no such option"
             raise RequestError(
                 f"{name}={value!r:.80}: engine {info.engine!r} does not support it; it supports {supported}"
@@ -137,6 +129,17 @@ def check_features(features: Sequence[MultiModalFeature], tokens: Sequence[int] 
     if tokens is None:
         raise RequestError("features: expected prompt_token_ids, in which they have their places, not prompt_embeds")
     check_places(features, len(tokens))
+
+
+def check_keywords(given: Mapping[str, object], keywords: type) -> None:
+    """Check the names of keyword arguments that are spelled out in the TypedDict ``keywords``.
+
+    :raises TypeError: if one is not among them; the message names it and them
+    """
+    known = keywords.__annotations__
+    for name in given:
+        if name not in known:
+            raise TypeError(f"unexpected keyword argument {name!r}: the options of a request are {', '.join(known)}")
 
 
 def check_handles(handles: object) -> list[int]:

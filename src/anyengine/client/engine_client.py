@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
@@ -23,8 +23,7 @@ from anyengine.client.checks import (
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.session import EngineSession
 from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
-from anyengine.multimodal import MultiModalFeature
-from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
+from anyengine.params import PoolingParams, RequestKeywords, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, HealthState
 from anyengine.utilities import EngineUtilities
@@ -105,12 +104,9 @@ class EngineClient(EngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> RequestStream:
         """One request, as an async context manager that iterates over its outputs.
 
@@ -118,14 +114,10 @@ class EngineClient(EngineUtilities):
         :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead. It may
             be changed once the request is entered; only a tensor in torch's shared memory, of which no copy is made,
             must stay as it is until the request has ended
-        :param priority: a lower number goes first, where the engine schedules by priority
-        :param cache_salt: requests share what the prefix cache holds only with those of the same salt
-        :param lora: the adapter to use; the engine loads it if it has not
-        :param features: images and the like, each with its place in the prompt; see :class:`MultiModalFeature`. Their
-            arrays may be changed when those of ``prompt_embeds`` may
         :param request_id: a name for logs and errors, free again when the request has ended; made up if None
         :param stall_limit: seconds after which a request of which nothing comes fails with ``RequestStalledError``; the
             time that it waits in the engine counts
+        :param options: what else the request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type
         :raises RequestError: if the prompt is empty or holds an impossible token id, if a feature has no place in it,
             if a live request has the same id, or if the engine does not support a sampling parameter or an option
@@ -133,9 +125,9 @@ class EngineClient(EngineUtilities):
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
         """
-        options = check_options(self.info, priority, cache_salt, lora, features=features)
+        checked = check_options(self.info, options)
         return self._prepare(
-            prompt_token_ids, sampling_params, prompt_embeds, options, request_id, stall_limit, whole=False
+            prompt_token_ids, sampling_params, prompt_embeds, checked, request_id, stall_limit, whole=False
         )
 
     async def generate(
@@ -144,20 +136,17 @@ class EngineClient(EngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Completion:
         """One request to its end. Parameters and errors as :meth:`open_request`; cancelling it aborts the request.
 
         :raises EngineDeadError: if the engine dies before the last token
         """
-        options = check_options(self.info, priority, cache_salt, lora, features=features)
+        checked = check_options(self.info, options)
         request = self._prepare(
-            prompt_token_ids, sampling_params, prompt_embeds, options, request_id, stall_limit, whole=True
+            prompt_token_ids, sampling_params, prompt_embeds, checked, request_id, stall_limit, whole=True
         )
         async with request:
             return await request.completion()
@@ -168,12 +157,9 @@ class EngineClient(EngineUtilities):
         pooling_params: PoolingParams = _DEFAULT_POOLING,
         *,
         prompt_embeds: Any = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Completion:
         """The pooled vector or scores of one prompt, as ``pooling_output``, of an engine that supports such a task.
 
@@ -182,11 +168,9 @@ class EngineClient(EngineUtilities):
         :raises RequestError: if the engine does not support the task
         :raises EngineDeadError: if the engine dies before the result
         """
-        options = check_options(
-            self.info, priority, cache_salt, lora, check_pooling(pooling_params, self.info), features
-        )
+        checked = check_options(self.info, options, check_pooling(pooling_params, self.info))
         request = self._prepare(
-            prompt_token_ids, _DEFAULT_SAMPLING, prompt_embeds, options, request_id, stall_limit, whole=True
+            prompt_token_ids, _DEFAULT_SAMPLING, prompt_embeds, checked, request_id, stall_limit, whole=True
         )
         async with request:
             return await request.completion()
@@ -198,11 +182,8 @@ class EngineClient(EngineUtilities):
         *,
         prompt_embeds: Any = None,
         pooling_params: PoolingParams | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> int:
         """One request for a caller with a dispatcher of its own; returns its handle, by which ``get_output`` names it.
 
@@ -213,17 +194,17 @@ class EngineClient(EngineUtilities):
         tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
         sampling = check_sampling(sampling_params, self.info)
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
-        options = check_options(self.info, priority, cache_salt, lora, pooling, features)
-        check_features(options.features, tokens)
+        checked = check_options(self.info, options, pooling)
+        check_features(checked.features, tokens)
         self._session.check_free(check_request_id(request_id))
         await checkpoint_if_cancelled()
-        prompt_embeds, options = await self._session.admit(prompt_embeds, options)
+        prompt_embeds, checked = await self._session.admit(prompt_embeds, checked)
         (handle,), trackers = self._session.register(
             self._session.queue,
             None if tokens is None else [tokens],
             prompt_embeds,
             sampling,
-            options,
+            checked,
             request_id,
         )
         try:

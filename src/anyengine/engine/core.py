@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from anyengine.multimodal import MultiModalFeature
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
+from anyengine.protocol.sampling import NO_OPTIONS
 from anyengine.types import EngineInfo
 
 __all__ = [
@@ -64,6 +65,9 @@ class EngineRequest:
     features: Sequence[MultiModalFeature] = ()
 
 
+_OPTIONS = [field.name for field in dataclasses.fields(RequestOptions)]
+
+
 def engine_request(
     handle: int,
     prompt_token_ids: Sequence[int] | None,
@@ -77,11 +81,7 @@ def engine_request(
         prompt_token_ids=prompt_token_ids,
         prompt_embeds=prompt_embeds,
         sampling=sampling,
-        priority=options.priority,
-        cache_salt=options.cache_salt,
-        lora=options.lora,
-        pooling=options.pooling,
-        features=options.features,
+        **({} if options is NO_OPTIONS else {name: getattr(options, name) for name in _OPTIONS}),
     )
 
 

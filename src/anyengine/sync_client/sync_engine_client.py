@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, Unpack
 
 import anyio
 
@@ -23,9 +23,8 @@ from anyengine.client.checks import (
 from anyengine.client.engine_client import EngineClient, session_of
 from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.waiters import without_rows
-from anyengine.errors import EngineClosedError
-from anyengine.multimodal import MultiModalFeature
-from anyengine.params import LoRARequest, PoolingParams, SamplingParams
+from anyengine.errors import EngineClosedError, RequestError
+from anyengine.params import PoolingParams, RequestKeywords, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.sync_client.handover import StepHandover, StepSubscription
 from anyengine.sync_client.many import OneRequest, generate_many
@@ -109,12 +108,9 @@ class SyncEngineClient(BlockingEngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> SyncRequestStream:
         """One request, as a context manager that iterates over its outputs.
 
@@ -125,12 +121,9 @@ class SyncEngineClient(BlockingEngineUtilities):
                 prompt_token_ids,
                 sampling_params,
                 prompt_embeds=prompt_embeds,
-                priority=priority,
-                cache_salt=cache_salt,
-                lora=lora,
-                features=features,
                 request_id=request_id,
                 stall_limit=stall_limit,
+                **options,
             )
         )
         return SyncRequestStream(self._portal, opened)
@@ -141,19 +134,16 @@ class SyncEngineClient(BlockingEngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         prompt_embeds: Any = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Completion:
         """One request to its end. Parameters and errors as :meth:`EngineClient.generate`."""
         prompt = check_prompt(prompt_token_ids, prompt_embeds, self.info)
-        if prompt is not None and request_id is stall_limit is None and features == ():
-            options = check_options(self.info, priority, cache_salt, lora)
+        if prompt is not None and request_id is stall_limit is None and "features" not in options:
+            checked = check_options(self.info, options)
             sampling = check_sampling(sampling_params, self.info)
-            request = OneRequest(self._session, prompt, sampling, options)
+            request = OneRequest(self._session, prompt, sampling, checked)
             if (completion := request(self._portal)) is not None:
                 return completion
         return self._portal.call(
@@ -161,12 +151,9 @@ class SyncEngineClient(BlockingEngineUtilities):
                 prompt_token_ids,
                 sampling_params,
                 prompt_embeds=prompt_embeds,
-                priority=priority,
-                cache_salt=cache_salt,
-                lora=lora,
-                features=features,
                 request_id=request_id,
                 stall_limit=stall_limit,
+                **options,
             )
         )
 
@@ -176,12 +163,9 @@ class SyncEngineClient(BlockingEngineUtilities):
         pooling_params: PoolingParams = _DEFAULT_POOLING,
         *,
         prompt_embeds: Any = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Completion:
         """The pooled vector or scores of one prompt. Parameters and errors as :meth:`EngineClient.encode`."""
         return self._portal.call(
@@ -189,12 +173,9 @@ class SyncEngineClient(BlockingEngineUtilities):
                 prompt_token_ids,
                 pooling_params,
                 prompt_embeds=prompt_embeds,
-                priority=priority,
-                cache_salt=cache_salt,
-                lora=lora,
-                features=features,
                 request_id=request_id,
                 stall_limit=stall_limit,
+                **options,
             )
         )
 
@@ -204,9 +185,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         sampling_params: SamplingParams = _DEFAULT_SAMPLING,
         *,
         max_concurrency: int = 256,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Generator[IndexedResult]:
         """Many requests, each to its end: pairs of a prompt's index and its completion, in the order of completion.
 
@@ -218,6 +197,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         :param prompts: each prompt as token ids (u32)
         :param max_concurrency: requests that are under way at a time; more than the client's ``max_requests`` are
             refused, unless they are to wait
+        :param options: what else each request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type; while iterating, if a prompt has
         :raises ValueError: if ``max_concurrency`` is below 1
         :raises RequestError: if the engine does not support a sampling parameter or an option
@@ -228,9 +208,11 @@ class SyncEngineClient(BlockingEngineUtilities):
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts={prompts!r:.80} ({type(prompts).__name__}): expected an iterable of token ids")
         sampling = check_sampling(sampling_params, self.info)
-        options = check_options(self.info, priority, cache_salt, lora)
+        checked = check_options(self.info, options)
+        if checked.features:
+            raise RequestError("features have their places in one prompt: use generate() or stream()")
         group = self._portal.call_now(
-            functools.partial(RequestGroup, self._session, sampling, options, max_concurrency)
+            functools.partial(RequestGroup, self._session, sampling, checked, max_concurrency)
         )
         return generate_many(self._portal, group, self.info, iter(prompts), max_concurrency)
 
@@ -241,11 +223,8 @@ class SyncEngineClient(BlockingEngineUtilities):
         *,
         prompt_embeds: Any = None,
         pooling_params: PoolingParams | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> int:
         """One request for a caller with a dispatcher of its own; returns its handle, by which ``get_output`` names it.
 
@@ -257,11 +236,8 @@ class SyncEngineClient(BlockingEngineUtilities):
                 sampling_params,
                 prompt_embeds=prompt_embeds,
                 pooling_params=pooling_params,
-                priority=priority,
-                cache_salt=cache_salt,
-                lora=lora,
-                features=features,
                 request_id=request_id,
+                **options,
             ),
             undo=lambda handle: self._abort([handle]),
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
+from anyengine.client.checks import check_keywords
 from anyengine.errors import RequestError
-from anyengine.multimodal import MultiModalFeature
-from anyengine.params import LoRARequest, SamplingParams
+from anyengine.params import RequestKeywords, SamplingParams
 from anyengine.text.assembler import TextAssembler
 from anyengine.text.stop_strings import check_stop
 
@@ -21,24 +21,20 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text to go on from, the messages of a chat to answer, or token ids to go on from."""
 
 
-class TextOptions(TypedDict, total=False):
+class TextOptions(RequestKeywords, total=False):
     """How a prompt becomes tokens and tokens become text, and what goes to the client; every field has a default.
 
     ``stop``: a string or several; the one that is complete first ends the text, once ``min_tokens`` have come.
     ``include_stop_str_in_output``: whether it belongs to the text, as then does that of a stop token or an EOS; False.
     ``skip_special_tokens``: whether special tokens are no text; True.
     ``chat_options``: for messages, keyword arguments of :meth:`ModelText.encode_chat`, as ``{"tools": [...]}``.
-    The others are explained at :meth:`EngineClient.open_request`.
+    ``request_id`` and ``stall_limit`` are explained at :meth:`EngineClient.open_request`.
     """
 
     stop: str | Sequence[str]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     chat_options: Mapping[str, Any]
-    priority: int
-    cache_salt: str | None
-    lora: LoRARequest | None
-    features: Sequence[MultiModalFeature]
     request_id: str | None
     stall_limit: float | None
 
@@ -46,7 +42,8 @@ class TextOptions(TypedDict, total=False):
 class TextRequest:
     """A prompt and how it is to be answered.
 
-    :raises TypeError: if an option has the wrong type, or the prompt is of none of the three kinds
+    :raises TypeError: if there is no such option, or one has the wrong type, or the prompt is of none of the three
+        kinds
     :raises RequestError: if a stop string is empty
     """
 
@@ -60,13 +57,11 @@ class TextRequest:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         chat_options: Mapping[str, Any] | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: LoRARequest | None = None,
-        features: Sequence[MultiModalFeature] = (),
         request_id: str | None = None,
         stall_limit: float | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> None:
+        check_keywords(options, TextOptions)
         first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) else None
         if (
             isinstance(prompt, bytes | Mapping)
@@ -74,15 +69,12 @@ class TextRequest:
             or (isinstance(first, str) and not isinstance(prompt, str))
         ):
             raise TypeError(f"prompt={prompt!r:.80} ({type(prompt).__name__}): expected text, messages or token ids")
-        if features and (isinstance(prompt, str) or isinstance(first, Mapping)):
+        if options.get("features") and (isinstance(prompt, str) or isinstance(first, Mapping)):
             raise TypeError("features: expected a prompt of token ids, in which they have their places")
         self.sampling = sampling
         self.request_id = request_id
         self.client_options: dict[str, Any] = {
-            "priority": priority,
-            "cache_salt": cache_salt,
-            "lora": lora,
-            "features": features,
+            **options,
             "request_id": request_id,
             "stall_limit": stall_limit,
         }
