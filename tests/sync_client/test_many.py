@@ -201,7 +201,7 @@ def test_several_rows_of_a_request_in_each_step_keep_their_order(backend: Backen
 def test_an_unforeseen_error_while_requests_wait_comes_out_and_the_client_goes_on(
     open_scripted: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(embeds: object) -> None:
+    async def fail(*arguments: object) -> None:
         raise ZeroDivisionError
 
     with open_scripted({"step_delay": 0.001}, max_requests=1, when_full="wait") as client:
