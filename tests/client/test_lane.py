@@ -154,6 +154,17 @@ async def test_lists_that_are_shared_are_looked_into_once(client: EngineClient) 
         assert await client._session.stage(value) is value
 
 
+async def test_a_large_array_on_countless_paths_is_refused_before_it_is_copied(client: EngineClient) -> None:
+    value: Any = [large(0), [0.5] * 10**5]
+    for _ in range(50):
+        value = [value, value]
+    with pytest.raises(UnencodableError, match="on several paths"):
+        await client.call_utility("echo", value)
+    pool = lane_of(client).pool
+    assert not (pool._idle or pool._returned or pool._leased)
+    assert passed(client) == 0
+
+
 async def test_a_list_at_a_depth_that_is_allowed_is_staged(client: EngineClient) -> None:
     value: Any = [large(0)]
     for _ in range(54):

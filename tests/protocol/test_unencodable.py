@@ -11,6 +11,7 @@ import fractions
 import pathlib
 import signal
 import uuid
+from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +33,7 @@ from anyengine.protocol.arrays import WireArray
 class Record:
     """Somebody's own class."""
 
-    field: int = 1
+    field: Any = 1
 
 
 class Color(enum.Enum):
@@ -260,6 +261,27 @@ def test_lists_that_hold_each_other_many_times_end_with_an_error() -> None:
         with pytest.raises(UnencodableError, match=f"more than {cbor.MAX_CONTAINERS} lists and maps") as caught:
             cbor.encode(value, [], path="result")
         assert caught.value.path.startswith("result[")
+
+
+def test_items_count_on_every_path() -> None:
+    wide: list[Any] = [0.5] * 10**5
+    for _ in range(17):  # fewer lists than are allowed
+        wide = [wide, wide]
+    with pytest.raises(UnencodableError, match=f"more than {cbor.MAX_ITEMS} items"):
+        cbor.encode(wide, [], path="result")
+
+
+def test_a_list_without_end_is_not_shown_as_a_whole() -> None:
+    tower: Any = ()
+    for _ in range(50):
+        tower = (tower, tower)
+    frozen: Any = frozenset()
+    for _ in range(50):
+        frozen = frozenset({frozen, frozenset({frozen, 1})})
+    for value in ({1: deque([tower])}, Record(tower), {frozen: 1}, frozen, {"a": 1, "b": 2}.items(), UserList([tower])):
+        with pytest.raises(UnencodableError) as caught:
+            cbor.encode(value, [], path="result")
+        assert len(str(caught.value)) < 300
 
 
 def test_a_list_on_several_paths_travels_once_for_each() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import anyio
 from anyio import from_thread, to_thread
@@ -20,7 +20,7 @@ from anyengine.process.lane import Lane
 from anyengine.process.shared_storage import open_shared_storage
 from anyengine.protocol import arrays
 from anyengine.protocol.arrays import WireArray
-from anyengine.protocol.cbor import MAX_DEPTH
+from anyengine.protocol.cbor import MAX_CONTAINERS, MAX_DEPTH
 
 LANE_LIMIT = 2**20
 """Bytes from which on an array goes by the lane. Below, a frame is as fast, and takes no descriptor."""
@@ -33,7 +33,18 @@ _DEEPEST = MAX_DEPTH - 8
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 
-_Seen = dict[int, tuple[Any, int]]
+
+class _Work(NamedTuple):
+    """What it takes to stage a value: bytes to copy, and containers and items to visit, on every path to them."""
+
+    size: int
+    visits: int
+
+
+_NONE = _Work(0, 1)
+"""Nothing in it is to go by the lane: it stays as it is."""
+
+_Seen = dict[int, tuple[Any, _Work]]
 """Containers that were looked into, by their id, and what :func:`_work` said of them."""
 
 
@@ -41,10 +52,11 @@ async def stage(value: Any, lane: Lane, limiter: anyio.CapacityLimiter) -> Any:
     """``value`` with its large arrays in shared memory; without any, ``value`` itself, without a checkpoint.
 
     An array that cannot be staged travels as a frame. A value that cannot be looked into (too deep, a cycle, its own
-    code raised) is left as it is, for the call that encodes it to refuse.
+    code raised), or that is the same few containers over and over, is left as it is, for the call that encodes it to
+    refuse.
     """
     try:
-        work = _work(value, 0, {})
+        work = _work(value, 0, {}).size
     except Exception:
         return value
     if not work:
@@ -87,7 +99,7 @@ def _staged_or_as_is(value: Any, lane: Lane, check: Callable[[], None]) -> Any:
 
 
 def _staged(value: Any, lane: Lane, check: Callable[[], None], depth: int, seen: _Seen) -> Any:
-    if not _work(value, depth, seen):
+    if not _work(value, depth, seen).size:
         return value
     if isinstance(value, list | tuple):
         return [_staged(item, lane, check, depth + 1, seen) for item in cast("Sequence[Any]", value)]
@@ -107,20 +119,20 @@ def _staged(value: Any, lane: Lane, check: Callable[[], None], depth: int, seen:
     return WireArray(array.library, array.dtype, array.shape, data)
 
 
-def _work(value: Any, depth: int, seen: _Seen) -> int:
-    """How many bytes it takes a copy of to stage ``value``; 0 if nothing in it is to go by the lane.
+def _work(value: Any, depth: int, seen: _Seen) -> _Work:
+    """What it takes to stage ``value``.
 
     Each container is looked into once, on however many paths it is reached, and kept alive in ``seen`` because of its
     id.
 
-    :raises ValueError: if ``value`` is nested deeper than encoding allows, as a cycle is
+    :raises ValueError: if ``value`` is nested deeper than encoding allows, as a cycle is, or has too many paths
     """
     if type(value) in _ATOMS:
-        return 0
+        return _NONE
     if depth > _DEEPEST:
         raise ValueError(f"nested deeper than {_DEEPEST} levels, or a cycle")
     if arrays.is_array(value):
-        return _work_of_array(value)
+        return _Work(_size_of_array(value), 1)
     key = id(value)
     known = seen.get(key)
     if known is not None:
@@ -130,15 +142,23 @@ def _work(value: Any, depth: int, seen: _Seen) -> int:
     elif isinstance(value, list | tuple):
         items = cast("Sequence[Any]", value)
     else:
-        return 0
-    if _ATOMS.issuperset(map(type, items)):
-        return 0
-    work = sum(_work(item, depth + 1, seen) for item in items)
+        return _NONE
+    size, visits = 0, 1
+    if not _ATOMS.issuperset(map(type, items)):
+        for item in items:
+            more = _work(item, depth + 1, seen)
+            size, visits = size + more.size, visits + more.visits
+            if size and visits > MAX_CONTAINERS:
+                raise ValueError("the same few containers over and over, or too many items beside a large array")
+    if len(seen) == MAX_CONTAINERS:
+        raise ValueError("more containers than encoding allows")
+    work = _Work(size, visits) if size else _NONE
     seen[key] = value, work
     return work
 
 
-def _work_of_array(array: Any) -> int:
+def _size_of_array(array: Any) -> int:
+    """Bytes to copy; 0 if it is not to go by the lane."""
     if isinstance(array, WireArray):
         size = 0 if isinstance(owner_of(array.data), Lease | SharedFile) else array.data.nbytes
     else:

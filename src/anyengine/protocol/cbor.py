@@ -8,8 +8,10 @@ arrays, lists, and maps whose keys are strings or integers.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import cbor2
@@ -26,6 +28,9 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 2**18
 """Lists and maps that one value may hold. Encoding writes one that is there on several paths once for each, so some
 fifty lists that hold each other twice would never end."""
+
+MAX_ITEMS = 2**24
+"""Items that they may hold together, counted on every path as well. More belong into an array."""
 
 Buffer = bytes | bytearray | memoryview
 """What can be a frame of a message."""
@@ -72,12 +77,13 @@ def pack(value: object, buffers: list[Buffer], *, path: str) -> Any:
 class _Packing:
     """What one value takes: its buffers, of which the first has the number ``first``, and how much it holds."""
 
-    __slots__ = ("buffers", "containers", "first")
+    __slots__ = ("buffers", "containers", "first", "items")
 
     def __init__(self, first: int) -> None:
         self.first = first
         self.buffers: list[Buffer] = []
         self.containers = 0
+        self.items = 0
 
 
 def _pack(value: object, packing: _Packing, path: str, depth: int) -> Any:
@@ -111,16 +117,17 @@ def _pack(value: object, packing: _Packing, path: str, depth: int) -> Any:
 
 def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any:
     if isinstance(value, _SEQUENCES):
-        _count(packing, path)
         items = cast("Sequence[object]", value)
+        _count(packing, len(items), path)
         return [_pack(item, packing, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
     plain = _plain(value)
     if plain is not None:
         return _pack(plain, packing, path, depth)
     if isinstance(value, Mapping):
-        _count(packing, path)
+        mapping = cast("Mapping[object, object]", value)
+        _count(packing, len(mapping), path)
         packed: dict[Any, Any] = {}
-        for key, item in cast("Mapping[object, object]", value).items():
+        for key, item in mapping.items():
             name = key if type(key) is str or type(key) is int else _plain(key)
             if (type(name) is not str and type(name) is not int) or isinstance(key, bool):
                 raise UnencodableError(path, f"the key {_show(key)} ({_name(key)}) is neither a string nor an integer")
@@ -145,14 +152,17 @@ def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any
     return cbor2.CBORTag(ARRAY_TAG, [array.library, array.dtype, list(array.shape), data])
 
 
-def _count(packing: _Packing, path: str) -> None:
+def _count(packing: _Packing, items: int, path: str) -> None:
     packing.containers += 1
+    packing.items += items
     if packing.containers > MAX_CONTAINERS:
-        raise UnencodableError(
-            path,
-            f"the value holds more than {MAX_CONTAINERS} lists and maps; one that is there on several paths travels "
-            "once for each",
-        )
+        excess = f"{MAX_CONTAINERS} lists and maps"
+    elif packing.items > MAX_ITEMS:
+        excess = f"{MAX_ITEMS} items (send many numbers as an array)"
+    else:
+        return
+    problem = f"the value holds more than {excess}; a list or map that is there on several paths travels once for each"
+    raise UnencodableError(path, problem)
 
 
 def _plain(value: object) -> int | float | str | bytes | None:
@@ -283,9 +293,26 @@ def expect_value(name: str, value: object) -> None:
                     expect_value(name, cast("object", item))
 
 
+class _Repr(reprlib.Repr):
+    """The beginning of a value. Of what is in a container no more than that: the whole could take for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        kind = cast("type[object]", type(x))
+        if not isinstance(x, type) and (issubclass(kind, Collection) or dataclasses.is_dataclass(kind)):
+            return f"{kind.__name__}(...)"
+        return f"{x!r:.80}"
+
+
+_REPR = _Repr()
+
+
 def _show(value: object) -> str:
     try:
-        return f"{value!r:.80}"
+        return f"{value!r:.80}" if type(value) in _SCALARS else f"{_REPR.repr(value):.80}"
     except Exception as error:
         return f"(its repr raises {type(error).__name__})"
 
