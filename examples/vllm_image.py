@@ -1,6 +1,6 @@
 """A question about an image, to a vision model in vLLM.
 
-    python examples/vllm_image.py MODEL IMAGE [--question TEXT] [--backend trio|asyncio]
+    python examples/vllm_image.py [--question TEXT] [--backend trio|asyncio] MODEL IMAGE
 
 Needs vLLM; see vllm_trio.py. MODEL is the directory of a vision model that vLLM supports. What to see: vLLM's own
 processor turns the chat and the image into token ids and features, in this process and off the event loop, and the

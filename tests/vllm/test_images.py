@@ -127,6 +127,7 @@ async def test_with_other_arguments(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # two engines, one after the other, each with a process for its worker
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_as_async_llm_with_a_worker_process(
     model: Path, image_requests: list[tuple[list[int], Features]], traces: setups.Traces
