@@ -30,7 +30,7 @@ Results = dict[Any, dict[str, list[Any]]]
 def model(scale: Scale) -> list[Figure]:
     """Tokens per second, first tokens, gaps, CPU time; cancellation, death, start and stop."""
     results: Results = collections.defaultdict(lambda: collections.defaultdict(list))
-    for number in range(2 if scale.few else 4):
+    for number in range(2 if scale.few else 6):
         with ExitStack() as stack:
             names = ("ours", "vllm") if number % 2 == 0 else ("vllm", "ours")
             pair = [stack.enter_context(_start(name, results)) for name in names]

@@ -29,7 +29,7 @@ MAX_CONTAINERS = 2**18
 """Lists and maps that one value may hold. Encoding writes one that is there on several paths once for each, so some
 fifty lists that hold each other twice would never end."""
 
-MAX_ITEMS = 2**24
+MAX_ITEMS = 2**22
 """Items that they may hold together, counted on every path as well. More belong into an array."""
 
 Buffer = bytes | bytearray | memoryview
