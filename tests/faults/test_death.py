@@ -29,8 +29,6 @@ from anyengine import (
     UtilityError,
     open_engine_client,
 )
-from anyengine.client import services, supervisor
-from anyengine.client.session import EngineSession
 from anyengine.testing import scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -509,15 +507,16 @@ anyio.run(main, backend={anyio_backend[0]!r})
 
 async def test_requests_that_ended_before_the_death_get_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers are woken in portions; those whose turn has not come when the engine dies are not forgotten."""
-
-    def read_and_wake_nobody(session: EngineSession, seconds: float = 0.01) -> bool:
-        return services._read(session, seconds)
-
-    monkeypatch.setattr(services, "read_outputs", read_and_wake_nobody)
-    monkeypatch.setattr(supervisor, "read_outputs", read_and_wake_nobody)
     completions: list[Completion] = []
     with pytest.raises(EngineDeadError):
         async with open_engine_client(scripted_spec()) as client:
+            session = client._session
+            wake = session.delivery.wake_readers
+
+            def wake_nobody_before_the_death() -> bool:
+                return session.link.report is not None and wake()
+
+            monkeypatch.setattr(session.delivery, "wake_readers", wake_nobody_before_the_death)
             async with anyio.create_task_group() as group:
 
                 async def generate(start: int) -> None:
