@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -28,6 +29,8 @@ def reference(
     from tests.vllm import setups
 
     environ = os.environ | setups.environment("uni" if kind == "LLM" else "mp")
+    root = str(Path(__file__).parents[2])  # for the images
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as shown:
         json.dump({"arguments": arguments, "requests": requests}, given)
         given.seek(0)
