@@ -104,6 +104,15 @@ class MultiModalFeature:
         """The position behind its last token."""
         return self.offset + self.length
 
+    def places(self) -> set[int]:
+        """The positions of the tokens of which the encoder's output takes the place."""
+        positions = range(self.offset, self.end)
+        mask = self.is_embed
+        if mask is None:
+            return set(positions)
+        # In a process that has not loaded the array's library, it is as it was on the wire: a byte for each.
+        return set(compress(positions, mask.tolist() if hasattr(mask, "tolist") else bytes(mask.data)))
+
 
 def check_places(features: Sequence[MultiModalFeature], prompt_length: int) -> None:
     """Refuse features that are not in the prompt, or of which two take the place of one token.
@@ -122,19 +131,10 @@ def check_places(features: Sequence[MultiModalFeature], prompt_length: int) -> N
     # Those of a video and its sound may take turns in one range.
     taken: set[int] = set()
     for feature in ordered:
-        own = _taken_by(feature)
+        own = feature.places()
         if twice := taken & own:
             raise RequestError(f"features: two of them take the place of token {min(twice)} of the prompt")
         taken |= own
-
-
-def _taken_by(feature: MultiModalFeature) -> set[int]:
-    places = range(feature.offset, feature.end)
-    mask = feature.is_embed
-    if mask is None:
-        return set(places)
-    # In a process that has not loaded the array's library, it is as it was on the wire: a byte for each.
-    return set(compress(places, mask.tolist() if hasattr(mask, "tolist") else bytes(mask.data)))
 
 
 def _copied(data: object, depth: int) -> Any:

@@ -1,7 +1,7 @@
 """How one task is woken once.
 
-An ``anyio.Event`` does it too, and wakes many. To make one, wait for it and set it takes twenty functions of Python on
-asyncio, and a future one; a stream does it for each token.
+An ``anyio.Event`` does it too, and wakes many. To make one, wait for it and set it takes nineteen functions of Python
+on asyncio, and a future two; a stream does it for each token.
 """
 
 from __future__ import annotations

@@ -37,11 +37,8 @@ def engine_input(token_ids: Sequence[int], features: Sequence[MultiModalFeature]
 
 def tokens_beside(token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> list[int]:
     """The tokens of a prompt of which no encoder's output takes the place."""
-    beside = [True] * len(token_ids)
-    for feature in features:
-        mask = _position(feature).is_embed
-        beside[feature.offset : feature.end] = [False] * feature.length if mask is None else (~mask).tolist()
-    return [token for token, kept in zip(token_ids, beside, strict=True) if kept]
+    taken = {place for feature in features for place in feature.places()}
+    return [token for place, token in enumerate(token_ids) if place not in taken]
 
 
 class ModelFeatures:
