@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import until_sync
 
 from anyengine import SyncEngineClient, open_sync_engine_client
-from anyengine.sync_client.portal import Backend
+from anyengine.sync_client.loop_handle import Backend
 from anyengine.testing import scripted_spec
 
 Opener = Callable[..., AbstractContextManager[SyncEngineClient]]

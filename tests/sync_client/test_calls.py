@@ -24,7 +24,7 @@ from anyengine import (
     open_engine_client,
     open_sync_engine_client,
 )
-from anyengine.sync_client.portal import Backend
+from anyengine.sync_client.loop_handle import Backend
 from anyengine.testing import scripted_spec
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -21,7 +21,7 @@ from anyengine import (
     open_sync_engine_client,
 )
 from anyengine.sync_client import portal
-from anyengine.sync_client.portal import Backend
+from anyengine.sync_client.loop_handle import Backend
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

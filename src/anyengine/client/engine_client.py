@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, Unpack
 
-import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from anyengine.client.checks import (
@@ -21,11 +19,12 @@ from anyengine.client.checks import (
     check_seconds,
 )
 from anyengine.client.request_stream import RequestStream
-from anyengine.client.session import EngineSession
-from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
+from anyengine.client.session import HEALTH_TIMEOUT, EngineSession
+from anyengine.client.utility_calls import call_utility
+from anyengine.errors import EngineError
 from anyengine.params import PoolingParams, RequestKeywords, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
-from anyengine.types import ClientStatistics, Completion, EngineInfo, Health, HealthState
+from anyengine.types import ClientStatistics, Completion, EngineInfo, Health
 from anyengine.utilities import EngineUtilities
 
 _DEFAULT_SAMPLING = SamplingParams()
@@ -51,7 +50,7 @@ class EngineClient(EngineUtilities):
         assert self._session.link.info is not None
         return self._session.link.info
 
-    def health(self, timeout: float = 2.0) -> Health:
+    def health(self, timeout: float = HEALTH_TIMEOUT) -> Health:
         """Whether the engine is alive, unresponsive, restarting, closing, closed or dead; never blocks.
 
         It is unresponsive when it has not answered for ``timeout`` seconds, or has requests, is not paused, and made
@@ -61,17 +60,7 @@ class EngineClient(EngineUtilities):
         :raises ValueError: if ``timeout`` is not a positive number
         """
         check_seconds("timeout", timeout)
-        session = self._session
-        state: HealthState | None = None
-        if session.closed:
-            state = "closed"
-        elif session.closing:
-            state = "closing"
-        elif session.restarted is not None:
-            state = "restarting"
-        elif session.link.report is not None:
-            state = "dead"
-        return session.link.health(timeout, state)
+        return self._session.health(timeout)
 
     def statistics(self) -> ClientStatistics:
         """What the client holds right now; every count is zero when nothing runs."""
@@ -125,10 +114,7 @@ class EngineClient(EngineUtilities):
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
         """
-        checked = check_options(self.info, options)
-        return self._prepare(
-            prompt_token_ids, sampling_params, prompt_embeds, checked, request_id, stall_limit, whole=False
-        )
+        return self._prepare(prompt_token_ids, sampling_params, None, prompt_embeds, request_id, stall_limit, options)
 
     async def generate(
         self,
@@ -144,12 +130,10 @@ class EngineClient(EngineUtilities):
 
         :raises EngineDeadError: if the engine dies before the last token
         """
-        checked = check_options(self.info, options)
         request = self._prepare(
-            prompt_token_ids, sampling_params, prompt_embeds, checked, request_id, stall_limit, whole=True
+            prompt_token_ids, sampling_params, None, prompt_embeds, request_id, stall_limit, options
         )
-        async with request:
-            return await request.completion()
+        return await _complete(request)
 
     async def encode(
         self,
@@ -168,12 +152,11 @@ class EngineClient(EngineUtilities):
         :raises RequestError: if the engine does not support the task
         :raises EngineDeadError: if the engine dies before the result
         """
-        checked = check_options(self.info, options, check_pooling(pooling_params, self.info))
+        pooling = check_pooling(pooling_params, self.info)
         request = self._prepare(
-            prompt_token_ids, _DEFAULT_SAMPLING, prompt_embeds, checked, request_id, stall_limit, whole=True
+            prompt_token_ids, _DEFAULT_SAMPLING, pooling, prompt_embeds, request_id, stall_limit, options
         )
-        async with request:
-            return await request.completion()
+        return await _complete(request)
 
     async def add_request(
         self,
@@ -190,20 +173,15 @@ class EngineClient(EngineUtilities):
         The caller must abort what it does not want any more. Parameters and errors as :meth:`open_request`; with
         ``pooling_params`` it asks for what :meth:`encode` does.
         """
-        self._session.check_open()
-        tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
-        sampling = check_sampling(sampling_params, self.info)
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
-        checked = check_options(self.info, options, pooling)
-        check_features(checked.features, tokens)
-        self._session.check_free(check_request_id(request_id))
+        tokens, checked = self._check(prompt_token_ids, sampling_params, pooling, prompt_embeds, request_id, options)
         await checkpoint_if_cancelled()
         prompt_embeds, checked = await self._session.admit(prompt_embeds, checked)
         (handle,), trackers = self._session.register(
             self._session.queue,
             None if tokens is None else [tokens],
             prompt_embeds,
-            sampling,
+            sampling_params,
             checked,
             request_id,
         )
@@ -266,37 +244,7 @@ class EngineClient(EngineUtilities):
         :raises EngineDeadError: if the engine is dead or dies before it answers
         :raises EngineClosedError: if the client is closed, before or meanwhile
         """
-        if not isinstance(method, str):
-            raise TypeError(f"method={method!r} ({type(method).__name__}): expected a string")
-        if timeout is None:
-            return await self._call(method, args)
-        check_seconds("timeout", timeout)
-        started = time.monotonic()
-        with anyio.move_on_after(timeout):
-            return await self._call(method, args)
-        health = self.health()
-        raise UtilityTimeoutError(
-            method,
-            f"no answer within {timeout} s (waited {time.monotonic() - started:.1f} s); the engine is "
-            f"{health.state}, {health.steps} steps made",
-            rank=self._session.link.rank,
-        )
-
-    async def _call(self, method: str, args: Sequence[Any]) -> Any:
-        await checkpoint_if_cancelled()
-        session = self._session
-        session.check_open()
-        if session.restarted is not None:
-            await session.available()
-        if method not in self.info.utilities:
-            known = ", ".join(self.info.utilities)
-            raise UtilityError(method, f"engine {self.info.engine!r} has no such utility; it has {known}")
-        args = await session.stage(args)
-        await session.available()
-        try:
-            return await session.call(method, args)
-        except EngineError as error:
-            raise session.told(error) from error.__cause__
+        return await call_utility(self._session, method, args, timeout)
 
     async def connect_client(self, address: str, *, keys: str | os.PathLike[str] | None = None) -> None:
         """Let another client share this engine: the one that listens at ``address``, now or whenever there is one.
@@ -318,24 +266,40 @@ class EngineClient(EngineUtilities):
         self,
         token_ids: Any,
         sampling: SamplingParams,
+        pooling: PoolingParams | None,
         embeds: Any,
-        options: RequestOptions,
         request_id: str | None,
         stall_limit: float | None,
-        *,
-        whole: bool,
+        options: RequestKeywords,
     ) -> RequestStream:
-        self._session.check_open()
-        tokens = check_prompt(token_ids, embeds, self.info)
-        check_features(options.features, tokens)
-        check_sampling(sampling, self.info)
-        self._session.check_free(check_request_id(request_id))
+        tokens, checked = self._check(token_ids, sampling, pooling, embeds, request_id, options)
         if stall_limit is not None:
             check_seconds("stall_limit", stall_limit)
         self._session.admission.check()
-        return RequestStream(
-            self._session, tokens, embeds, sampling, options, request_id, whole=whole, stall_limit=stall_limit
-        )
+        return RequestStream(self._session, tokens, embeds, sampling, checked, request_id, stall_limit)
+
+    def _check(
+        self,
+        token_ids: Any,
+        sampling: SamplingParams,
+        pooling: PoolingParams | None,
+        embeds: Any,
+        request_id: str | None,
+        options: RequestKeywords,
+    ) -> tuple[Sequence[int] | None, RequestOptions]:
+        self._session.check_open()
+        info = self.info
+        tokens = check_prompt(token_ids, embeds, info)
+        check_sampling(sampling, info)
+        checked = check_options(info, options, pooling)
+        check_features(checked.features, tokens)
+        self._session.ids.check_free(check_request_id(request_id))
+        return tokens, checked
+
+
+async def _complete(request: RequestStream) -> Completion:
+    async with request:
+        return await request.completion()
 
 
 def session_of(client: EngineClient) -> EngineSession:

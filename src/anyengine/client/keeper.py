@@ -17,6 +17,7 @@ from anyengine.client.checks import check_count, check_seconds
 from anyengine.client.services import show_new_output
 from anyengine.client.session import EngineSession
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits, Supervisor
+from anyengine.client.utility_calls import call_now
 from anyengine.errors import EngineDeadError, EngineStartError, UtilityError
 from anyengine.process.host import Launcher
 
@@ -164,7 +165,7 @@ class EngineKeeper:
         """Have a new life connect to the other clients that shared the one before."""
         for address, keys in self._session.guests.items():
             try:
-                await self._session.call("connect_client", [address, keys])
+                await call_now(self._session, "connect_client", [address, keys])
             except UtilityError as error:
                 logger.warning("the client at %s does not share the restarted engine: %s", address, error)
 

@@ -65,8 +65,6 @@ class RequestStream:
         sampling: SamplingParams,
         options: RequestOptions,
         request_id: str | None,
-        *,
-        whole: bool,
         stall_limit: float | None,
     ) -> None:
         self.request_id = request_id
@@ -75,9 +73,9 @@ class RequestStream:
         self._embeds = embeds
         self._sampling = sampling
         self._options = options
-        self._whole = whole  # the reader wants all of it in one piece
+        self._whole = False  # the reader wants all of it in one piece
         self._stall_limit = stall_limit
-        self._wakes_early = not whole or stall_limit is not None  # before the end of the request
+        self._wakes_early = True  # before the end of the request
         self._handle: int | None = None
         self._tokens: list[int] = []
         self._details: list[OutputDetails] = []
@@ -248,6 +246,7 @@ class RequestStream:
         :raises EngineClosedError: if there is nothing left to read, or the client is closed first
         """
         self._whole = True
+        self._wakes_early = self._stall_limit is not None
         await self._readiness()
         return self.completion_nowait()
 

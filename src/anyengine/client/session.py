@@ -16,19 +16,23 @@ from anyengine.client.admission import Admission, WhenFull
 from anyengine.client.delivery import Delivery
 from anyengine.client.link import EngineLink
 from anyengine.client.request_group import RequestGroup
+from anyengine.client.request_ids import RequestIds
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.staging import stage, stage_features
-from anyengine.client.waiters import ErrorFactory, OutputQueue, PendingCall
-from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError, RequestError
+from anyengine.client.waiters import ErrorFactory, OutputQueue
+from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.process.remote_engine import RemoteEngine
 from anyengine.protocol.client_events import ClientState, StepReceived
 from anyengine.protocol.requests import Frames
 from anyengine.transport.endpoints import Endpoints
 from anyengine.transport.wakeup import Wakeup, wakeup_type
-from anyengine.types import EngineSpec, ProgressCallback
+from anyengine.types import EngineSpec, Health, HealthState, ProgressCallback
 
 E = TypeVar("E", bound=EngineError)
+
+HEALTH_TIMEOUT = 2.0
+"""Seconds without an answer, or without a step while there is work, after which an engine counts as unresponsive."""
 
 
 class EngineSession:
@@ -68,9 +72,21 @@ class EngineSession:
         self.waits_for_restart = False
         self.refused_messages = 0
         self.guests: dict[str, str | None] = {}  # other clients that share the engine: addresses, and files of keys
-        self._handles_by_id: dict[str, int] = {}
-        self._ids_by_handle: dict[int, str] = {}
+        self.ids: RequestIds = RequestIds()
         self._trackers: list[zmq.MessageTracker] = []
+
+    def health(self, timeout: float) -> Health:
+        """How the engine fares, which has ``timeout`` seconds to answer and to make a step."""
+        state: HealthState | None = None
+        if self.closed:
+            state = "closed"
+        elif self.closing:
+            state = "closing"
+        elif self.restarted is not None:
+            state = "restarting"
+        elif self.link.report is not None:
+            state = "dead"
+        return self.link.health(timeout, state)
 
     # ---- requests ----
 
@@ -153,11 +169,6 @@ class EngineSession:
             await self.restarted.wait()
             self.check_open()
 
-    def check_free(self, request_id: str | None) -> None:
-        """:raises RequestError: if a live request has this id"""
-        if request_id in self._handles_by_id:
-            raise RequestError(f"request_id={request_id!r}: a live request has this id")
-
     def ending_error(self) -> EngineError:
         """A fresh error for somebody who waited for the end."""
         if self.closing or self.last_report is None:
@@ -185,32 +196,14 @@ class EngineSession:
         # No await from here to the end of the send: requests are registered and sent, or neither.
         try:
             self.check_open()
-            self.check_free(request_id)
+            self.ids.check_free(request_id)
             handles, frames = self.link.machine.add(prompts, embeds, sampling, options, owner)
         except BaseException:
             self.admission.update()  # the place that was meant for it
             raise
         if request_id is not None:
-            self._handles_by_id[request_id] = handles[0]
-            self._ids_by_handle[handles[0]] = request_id
+            self.ids.add(request_id, handles[0])
         return handles, self.send(frames)
-
-    async def call(self, method: str, args: Sequence[Any]) -> Any:
-        """Call a utility of the engine as it is now; returns what it returned.
-
-        :raises EngineError: if the utility failed, or the engine died or the client was closed meanwhile
-        :raises UnencodableError: if an argument cannot travel
-        """
-        call = PendingCall(method, self.link.rank, self.wakeup_type())
-        machine = self.link.machine
-        call_id, frames = machine.call(method, args, call)
-        try:
-            # Copied, because the call may end by cancellation or its timeout before ZeroMQ has read the frames.
-            self.send_copied(frames)
-            await call.wait()
-        finally:
-            machine.forget_call(call_id)
-        return call.take()
 
     def abort(self, handles: Iterable[int]) -> None:
         """Abort these requests, whoever made them; unknown handles are ignored."""
@@ -220,7 +213,7 @@ class EngineSession:
         frames = self.link.machine.abort(handles)
         if frames is not None:
             for handle in handles:
-                self._forget_id(handle)
+                self.ids.forget(handle)
             self.send(frames)
             self.admission.update()
 
@@ -271,19 +264,14 @@ class EngineSession:
         self.delivery.deliver(event, wake=not self.ending)
         if not (event.outputs.details or event.released):
             return
-        if self._ids_by_handle:
+        if self.ids:
             for row, details in event.outputs.details.items():
                 if details.finish_reason is not None:
-                    self._forget_id(event.outputs.handles[row])
+                    self.ids.forget(event.outputs.handles[row])
         for handle, owner in event.released:
             if owner is not self.queue:
                 owner.release(handle)
         self.admission.update()
-
-    def _forget_id(self, handle: int) -> None:
-        request_id = self._ids_by_handle.pop(handle, None)
-        if request_id is not None:
-            del self._handles_by_id[request_id]
 
     def close_waiters(self, error: ErrorFactory) -> None:
         """Everybody who waits for the engine gets a fresh ``error``, after what came before it."""
@@ -295,8 +283,7 @@ class EngineSession:
         self.admission.dismiss(error)
         while self.delivery.wake_readers():
             pass  # those whose requests had ended before
-        self._handles_by_id.clear()
-        self._ids_by_handle.clear()
+        self.ids.clear()
         self.delivery.forget_owners()
 
     def report_death(self, report: CrashReport) -> None:

@@ -16,9 +16,10 @@ import zmq
 
 from anyengine.engine.clients import LEAVE_LIMIT, Clients
 from anyengine.engine.connection import ClientConnection, slot_of
-from anyengine.engine.control import SchedulerControl, SchedulerState
+from anyengine.engine.control import SchedulerControl
 from anyengine.engine.core import Deferred, EngineCore
 from anyengine.engine.failures import describe_failure, message_of
+from anyengine.engine.figures import DELAY, Figures
 from anyengine.engine.loading import build_engine
 from anyengine.engine.sharing import LiveHandles
 from anyengine.errors import ProtocolError, RequestError
@@ -28,13 +29,6 @@ from anyengine.protocol.messages import MessageLostError
 from anyengine.protocol.requests import ShutdownMode
 
 logger: logging.Logger = logging.getLogger("anyengine")
-
-STATS_INTERVAL = 1.0
-"""Seconds between two STATS messages while there is work."""
-
-STATS_DELAY = 0.005
-"""Seconds without work or input after which the last figures are sent: whoever was just answered may ask again at once,
-and is not to wait for figures."""
 
 LOOK_INTERVAL = 0.00005
 """Seconds between two looks for messages while there is work: steps that take less do not look each time, for a message
@@ -74,10 +68,7 @@ class EngineCoreProc:
         self._clients = Clients(owner, context, rank)
         self._engine = engine
         self._steps = 0
-        self._stats_sent_at = 0.0
-        self._stats_due = False
-        self._stats_were_empty = True
-        self._state_told = SchedulerState.RUNNING
+        self._figures = Figures(self._clients.send_figures)
         self._look_at = 0.0
         self._alone = alone
         self._paused_by: ClientConnection | None = None
@@ -159,9 +150,8 @@ class EngineCoreProc:
             if control.has_work():
                 self._work(control)
                 continue
-            overdue = self._stats_due and time.monotonic() - self._stats_sent_at >= STATS_INTERVAL
-            if overdue or control.state is not self._state_told:
-                self._send_stats(control)
+            if self._figures.are_overdue(control):
+                self._figures.send(control)
             self._await_input(control)
             self._receive(control)
         if self._ending == "drain" and self._clients.owner is not None:
@@ -177,12 +167,12 @@ class EngineCoreProc:
         :raises Exception: what the engine failed of, if it does meanwhile
         """
         what = self._clients.await_input(
-            STAY_AWAKE if self._alone else 0.0, STATS_DELAY if self._stats_due else None, self._failure_fd
+            STAY_AWAKE if self._alone else 0.0, DELAY if self._figures.due else None, self._failure_fd
         )
         if what == "failure":
             control.core.check_health()
-        elif what is None and self._stats_due:
-            self._send_stats(control)
+        elif what is None and self._figures.due:
+            self._figures.send(control)
 
     def _receive(self, control: SchedulerControl) -> None:
         """Take in all that has come."""
@@ -229,7 +219,7 @@ class EngineCoreProc:
             case machine.RequestReceived(message) if slot_of(message.handles[-1]):
                 connection.send(protocol.refuse(self._steps, message.handles, "its handle has more than 56 bits"))
             case machine.RequestReceived(message):
-                self._stats_due = True
+                self._figures.due = True
                 for request in connection.requests(message):
                     try:
                         control.add_request(request)
@@ -258,7 +248,7 @@ class EngineCoreProc:
                 connection.say_ready(control.info)
 
     def _release(self, handles: Sequence[int]) -> None:
-        self._stats_due = True
+        self._figures.due = True
         self._clients.release(self._steps, handles)
 
     def _refuse(self, handle: int, error: Exception) -> None:
@@ -295,20 +285,10 @@ class EngineCoreProc:
         self._steps += 1
         if outputs is not None and len(outputs):
             self._clients.send_step(self._steps, outputs, control.core.abort_requests)
-        self._stats_due = True
+        self._figures.due = True
         now = time.monotonic()
         if now >= self._look_at:
             self._receive(control)
             self._look_at = now + LOOK_INTERVAL
-        if now - self._stats_sent_at >= STATS_INTERVAL:
-            self._send_stats(control)
-
-    def _send_stats(self, control: SchedulerControl) -> None:
-        self._stats_due = False
-        self._stats_sent_at = time.monotonic()
-        self._state_told = control.state
-        figures = control.statistics()
-        if not figures and self._stats_were_empty:
-            return
-        self._stats_were_empty = not figures  # empty figures take back those of before
-        self._clients.send_figures(figures)
+        if now >= self._figures.overdue_at:
+            self._figures.send(control)

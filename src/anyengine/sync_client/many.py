@@ -37,7 +37,7 @@ class GroupExchange:
         """
         checked = [(index, tokens) for index, prompt in prompts if (tokens := self._check(index, prompt)) is not None]
         if checked:
-            self._portal.post(functools.partial(self._group.add, checked))
+            self._portal.loop.post(functools.partial(self._group.add, checked))
 
     def receive(self) -> list[IndexedResult]:
         """The results that have come since the last time, as a rule one at least.
@@ -138,7 +138,7 @@ def generate_many(
             yield from results
     finally:
         portal.abandon(task)
-        portal.post_surely(group.abort)  # if the task was ended before its first turn
+        portal.loop.post_surely(group.abort)  # if the task was ended before its first turn
 
 
 def _give_more(exchange: GroupExchange, numbered: Iterator[tuple[int, Sequence[int]]], limit: int) -> int:

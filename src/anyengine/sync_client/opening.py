@@ -15,7 +15,8 @@ from anyengine.client.options import OnDeath, Placement
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits
 from anyengine.errors import EngineClosedError
 from anyengine.process.launcher import ProcessLauncher
-from anyengine.sync_client.portal import Backend, Portal
+from anyengine.sync_client.loop_handle import Backend
+from anyengine.sync_client.portal import Portal
 from anyengine.sync_client.sync_engine_client import SyncEngineClient
 from anyengine.types import EngineSpec, ProgressCallback
 

@@ -9,21 +9,19 @@ one function of either loop that any thread may call at any time.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import contextvars
 import functools
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 
 from anyengine.errors import EngineClosedError
+from anyengine.sync_client.loop_handle import Backend, LoopHandle
 from anyengine.sync_client.portal_call import Latch, Listener, PortalCall, PortalWait
 
-Backend = Literal["asyncio", "trio"]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -41,7 +39,7 @@ class Portal(Generic[T]):
 
     def __init__(self, block: AbstractAsyncContextManager[T, Any], backend: Backend) -> None:
         self._block = block
-        self._backend: Backend = backend
+        self.loop: LoopHandle = LoopHandle(backend)
         self._entered: list[T] = []  # what entering the block returned
         self._error: BaseException | None = None
         self._interrupted = False
@@ -51,7 +49,6 @@ class Portal(Generic[T]):
         self._background: set[PortalCall[Any]] = set()  # those of the calls that nothing in the block ends
         self._opened = Latch()
         self._ended = Latch()
-        self._run_soon: Callable[[Callable[[], object]], object] = _no_loop_yet
         self._thread = threading.Thread(target=self._run_loop, name=f"anyengine-{backend}", daemon=True)
 
     @property
@@ -77,7 +74,7 @@ class Portal(Generic[T]):
         except BaseException:
             self._interrupted = True
             if self._thread.ident is not None:
-                self.post_surely(self._cancel)
+                self.loop.post_surely(self._cancel)
                 self._ended.wait()  # bounded; a second interrupt leaves the rest to the loop's thread
             raise
 
@@ -89,10 +86,10 @@ class Portal(Generic[T]):
         """
         self.check_thread()
         try:
-            self.post(self._leave)
+            self.loop.post(self._leave)
             self._ended.wait()
         except BaseException:
-            self.post_surely(self._leave)
+            self.loop.post_surely(self._leave)
             self._ended.wait()
             raise
         self._join()
@@ -152,7 +149,7 @@ class Portal(Generic[T]):
                 self._calls.discard(earlier)
             self._submit(listener)
         except BaseException:
-            self.post_surely(functools.partial(self._start, listener))
+            self.loop.post_surely(functools.partial(self._start, listener))
             raise
 
     def finish(self, function: Callable[[], Awaitable[R]]) -> R:
@@ -170,7 +167,7 @@ class Portal(Generic[T]):
             self._submit(call)
             call.done.wait()
         except BaseException:
-            self.post_surely(functools.partial(self._start, call))
+            self.loop.post_surely(functools.partial(self._start, call))
             call.done.wait(INTERRUPT_LIMIT)
             raise
         return call.result()
@@ -196,7 +193,7 @@ class Portal(Generic[T]):
     def abandon(self, call: PortalCall[Any] | PortalWait) -> None:
         """Cancel a call and wait, bounded, until nothing of it runs. It waits for nothing in the loop's own thread."""
         self._background.discard(call)
-        self.post_surely(functools.partial(self._abandon, call))
+        self.loop.post_surely(functools.partial(self._abandon, call))
         if not self.is_own_thread:
             call.gone.wait(INTERRUPT_LIMIT)
 
@@ -221,28 +218,14 @@ class Portal(Generic[T]):
                 call.close()
                 return
             self._calls.add(call)
-        self.post(functools.partial(self._start, call))
-
-    def post(self, function: Callable[[], object]) -> None:
-        """Have the loop call a function soon, unless it ends first."""
-        # The loop may end at any moment: then nothing is left for the function to do.
-        with contextlib.suppress(RuntimeError):
-            self._run_soon(function)
-
-    def post_surely(self, function: Callable[[], object]) -> None:
-        """Post what has to happen after an interrupt, whatever interrupts this; the first one is on its way up."""
-        while True:
-            try:
-                return self.post(function)
-            except KeyboardInterrupt:
-                continue
+        self.loop.post(functools.partial(self._start, call))
 
     # ---- in the loop's thread ----
 
     def _run_loop(self) -> None:
         try:
             # A context of its own: nothing of the caller's, who may be in a loop of another kind, belongs in here.
-            contextvars.Context().run(anyio.run, self._hold, backend=self._backend)
+            contextvars.Context().run(anyio.run, self._hold, backend=self.loop.backend)
         except BaseException as error:
             self._error = error
         finally:
@@ -256,7 +239,7 @@ class Portal(Generic[T]):
         self._leaving = anyio.Event()
         with anyio.CancelScope() as self._scope:
             async with anyio.create_task_group() as self._group:
-                self._run_soon = _function_to_run_soon(self._backend)
+                self.loop.begin()
                 if self._interrupted:
                     self._scope.cancel()
                 try:
@@ -311,17 +294,3 @@ class Portal(Generic[T]):
             self._group.start_soon(call.take_back)
         else:
             call.close()
-
-
-def _no_loop_yet(function: Callable[[], object]) -> None:
-    """Of a portal whose loop has not started: it looks for an interrupt when it does."""
-
-
-def _function_to_run_soon(backend: Backend) -> Callable[[Callable[[], object]], object]:
-    """The running loop's function by which any thread has it call another one."""
-    if backend == "trio":
-        from trio.lowlevel import current_trio_token
-
-        return current_trio_token().run_sync_soon
-    # In the loop's own context: AnyIO finds out from it which kind of loop this is.
-    return functools.partial(asyncio.get_running_loop().call_soon_threadsafe, context=contextvars.copy_context())

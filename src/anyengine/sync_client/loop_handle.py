@@ -1,0 +1,55 @@
+"""An event loop as other threads see it: something that calls functions for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+Backend = Literal["asyncio", "trio"]
+
+
+class LoopHandle:
+    """Hands functions to a loop in another thread, from the moment in which that calls :meth:`begin`.
+
+    :param backend: which loop it is
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend: Backend = backend
+        self._run_soon: Callable[[Callable[[], object]], object] = _no_loop_yet
+
+    def begin(self) -> None:
+        """Take the running loop; called in its thread."""
+        self._run_soon = _function_to_run_soon(self.backend)
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Have the loop call a function soon, unless it ends first."""
+        # The loop may end at any moment: then nothing is left for the function to do.
+        with contextlib.suppress(RuntimeError):
+            self._run_soon(function)
+
+    def post_surely(self, function: Callable[[], object]) -> None:
+        """Post what has to happen after an interrupt, whatever interrupts this; the first one is on its way up."""
+        while True:
+            try:
+                return self.post(function)
+            except KeyboardInterrupt:
+                continue
+
+
+def _no_loop_yet(function: Callable[[], object]) -> None:
+    """Of a loop that has not started: whoever starts it looks for an interrupt then."""
+
+
+def _function_to_run_soon(backend: Backend) -> Callable[[Callable[[], object]], object]:
+    """The running loop's function by which any thread has it call another one."""
+    if backend == "trio":
+        from trio.lowlevel import current_trio_token
+
+        return current_trio_token().run_sync_soon
+    # In the loop's own context: AnyIO finds out from it which kind of loop this is.
+    return functools.partial(asyncio.get_running_loop().call_soon_threadsafe, context=contextvars.copy_context())
