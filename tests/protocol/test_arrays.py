@@ -17,7 +17,7 @@ from tests.protocol import strategies
 from tests.protocol.strategies import NUMPY_DTYPES, TORCH_DTYPES, canonical, numpy_array, torch_array
 
 from anyengine.errors import ProtocolError
-from anyengine.protocol import arrays, cbor
+from anyengine.protocol import arrays, cbor, packing
 from anyengine.protocol.arrays import INLINE_LIMIT, WireArray
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (0,), (3, 0), (0, 3), (2, 0, 3), (1,) * 64]
@@ -27,7 +27,7 @@ LARGE = (3, 2**15)
 def round_trip(value: Any, offset: int = 0, readonly: bool = False) -> Any:
     """``value`` through bytes and buffers that begin ``offset`` bytes into their memory."""
     buffers: list[cbor.Buffer] = []
-    body = cbor.encode(value, buffers, path="value")
+    body = packing.encode(value, buffers, path="value")
     memory = [bytes(offset) + bytes(buffer) for buffer in buffers]
     views = [memoryview(data if readonly else bytearray(data))[offset:] for data in memory]
     return cbor.decode(body, views)
@@ -181,7 +181,7 @@ def test_what_arrives_is_aligned_and_can_be_written_to(make: Any, offset: int, r
 
 def test_an_aligned_buffer_is_not_copied() -> None:
     buffers: list[cbor.Buffer] = []
-    body = cbor.encode(numpy.arange(2**17, dtype="u1"), buffers, path="value")
+    body = packing.encode(numpy.arange(2**17, dtype="u1"), buffers, path="value")
     memory = bytearray(bytes(buffers[0]))
     received = cbor.decode(body, [memoryview(memory)])
     memory[5] = 99
@@ -193,7 +193,7 @@ def test_a_large_contiguous_array_is_sent_without_a_copy_and_kept_alive(library:
     make: Any = torch.full if library == "torch" else numpy.full
     array = make(LARGE, 3.0)
     buffers: list[cbor.Buffer] = []
-    cbor.encode(array, buffers, path="value")
+    packing.encode(array, buffers, path="value")
     array[0, 0] = 7
     expected = bits(array)[2]
     assert bytes(buffers[0]) == expected
@@ -208,7 +208,7 @@ def test_a_large_contiguous_array_is_sent_without_a_copy_and_kept_alive(library:
 def test_an_array_of_the_inline_limit_stays_inline_and_one_byte_more_does_not() -> None:
     for size, expected in ((INLINE_LIMIT, 0), (INLINE_LIMIT + 1, 1)):
         buffers: list[cbor.Buffer] = []
-        cbor.encode(numpy.zeros(size, dtype="u1"), buffers, path="value")
+        packing.encode(numpy.zeros(size, dtype="u1"), buffers, path="value")
         assert len(buffers) == expected
 
 
@@ -224,20 +224,20 @@ def test_two_arrays_cannot_share_a_buffer() -> None:
 
 
 def test_an_array_whose_library_is_not_loaded_stays_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = cbor.encode([torch.tensor([1.5, 2.5]), numpy.array([[1, 2]], dtype=">i4")], [], path="value")
+    body = packing.encode([torch.tensor([1.5, 2.5]), numpy.array([[1, 2]], dtype=">i4")], [], path="value")
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.delitem(sys.modules, "numpy")
     first, second = cbor.decode(body)
     monkeypatch.undo()
     assert (first.library, first.dtype, first.shape) == ("torch", "float32", (2,))
     assert (second.library, second.dtype, second.shape) == ("numpy", ">i4", (1, 2))
-    assert cbor.encode([first, second], [], path="value") == body
+    assert packing.encode([first, second], [], path="value") == body
     assert torch.equal(first.resolve(), torch.tensor([1.5, 2.5]))
     assert numpy.array_equal(second.resolve(), [[1, 2]])
 
 
 def test_a_library_that_another_thread_is_still_importing_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = cbor.encode(torch.tensor([1.5]), [], path="value")
+    body = packing.encode(torch.tensor([1.5]), [], path="value")
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "numpy", types.ModuleType("numpy"))
     assert isinstance(cbor.decode(body), WireArray)

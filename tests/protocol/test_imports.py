@@ -40,15 +40,15 @@ print(sorted(heavy & set(sys.modules)))
 def test_an_array_passes_through_a_process_that_has_not_loaded_its_library() -> None:
     code = """
 import sys
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 from anyengine.protocol.arrays import WireArray
 for library, dtype in (("torch", "bfloat16"), ("numpy", ">f4")):
     array = WireArray(library, dtype, (2, 0, 3), memoryview(b""))
-    body = cbor.encode({"a": [array]}, [], path="value")
+    body = packing.encode({"a": [array]}, [], path="value")
     received = cbor.decode(body)["a"][0]
     assert isinstance(received, WireArray), received
     assert (received.library, received.dtype, received.shape) == (library, dtype, (2, 0, 3))
-    assert cbor.encode({"a": [received]}, [], path="value") == body
+    assert packing.encode({"a": [received]}, [], path="value") == body
 assert not {"torch", "numpy"} & set(sys.modules)
 """
     run_python(code)
@@ -60,9 +60,9 @@ import sys, warnings
 sys.modules["numpy"] = None
 warnings.simplefilter("ignore")
 import torch
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T
-received = cbor.decode(cbor.encode(tensor, [], path="value"))
+received = cbor.decode(packing.encode(tensor, [], path="value"))
 assert torch.equal(received, tensor)
 received[0, 0] = 5
 """

@@ -17,7 +17,7 @@ from tests.protocol.strategies import arrived, canonical
 
 from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.params import SamplingParams
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 from anyengine.protocol.messages import decode_from_client, decode_from_engine
 from anyengine.protocol.outputs import OutputDetails, StepOutputs
 from anyengine.protocol.replies import Outputs, UtilityResult
@@ -106,7 +106,7 @@ def test_what_is_not_exactly_one_item_of_the_strict_form_is_refused(body: bytes)
 
 @given(strategies.values(), st.binary(min_size=1, max_size=40))
 def test_bytes_behind_the_item_are_refused(value: Any, more: bytes) -> None:
-    refused_by_all(cbor.encode(value, [], path="value") + more)
+    refused_by_all(packing.encode(value, [], path="value") + more)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
@@ -120,7 +120,7 @@ def test_an_array_behind_the_item_is_refused(library: str) -> None:
 
 @given(strategies.values(), st.data())
 def test_a_body_that_is_cut_anywhere_is_refused(value: Any, data: st.DataObject) -> None:
-    body = cbor.encode(value, [], path="value")
+    body = packing.encode(value, [], path="value")
     refused_by_all(body[: data.draw(st.integers(0, len(body) - 1))])
 
 
@@ -233,7 +233,7 @@ def test_a_name_of_an_argument_is_a_string() -> None:
 
 @given(strategies.values())
 def test_what_can_be_encoded_is_taken_in_every_open_place(value: Any) -> None:
-    wire = cbor.pack(value, [], path="value")
+    wire = packing.pack(value, [], path="value")
     for frames in frames_with(wire).values():
         if value is None and b"pooling_output" in frames[1]:
             continue
@@ -277,7 +277,7 @@ def test_whatever_depth_can_be_encoded_can_be_decoded_in_every_message(kind: str
 
 @given(st.floats())
 def test_floats_keep_every_bit_but_those_of_nan(value: float) -> None:
-    received = cbor.decode(cbor.encode(value, [], path="value"))
+    received = cbor.decode(packing.encode(value, [], path="value"))
     assert struct.pack("<d", received) == struct.pack("<d", value) or (math.isnan(received) and math.isnan(value))
 
 
@@ -298,7 +298,7 @@ def test_a_signal_while_an_array_is_made_is_not_taken_for_a_malformed_message(
     def interrupted(*args: Any) -> Any:
         raise raised(signal.SIGINT)
 
-    body = cbor.encode(numpy.zeros(3), [], path="value")
+    body = packing.encode(numpy.zeros(3), [], path="value")
     monkeypatch.setattr("anyengine.protocol.arrays.from_wire", interrupted)
     with pytest.raises(raised):
         cbor.decode(body)

@@ -25,7 +25,7 @@ from tests.protocol import strategies
 from tests.protocol.strategies import canonical
 
 from anyengine.errors import UnencodableError
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 from anyengine.protocol.arrays import WireArray
 
 
@@ -231,7 +231,7 @@ def test_the_error_names_type_and_place_and_leaves_the_buffers_alone(name: str, 
     before: list[cbor.Buffer] = [b"another buffer"]
     buffers = list(before)
     with pytest.raises(UnencodableError, match=words) as caught:
-        cbor.encode(value, buffers, path="result")
+        packing.encode(value, buffers, path="result")
     expected = path.replace("result", "result[2]", 1)
     assert caught.value.path == expected or caught.value.path.startswith(f"{expected} key ")
     assert str(caught.value).startswith(caught.value.path + ": ")
@@ -247,7 +247,7 @@ def test_a_cycle_ends_with_an_error() -> None:
     mapping["self"] = mapping
     for value in (cycle, mapping):
         with pytest.raises(UnencodableError, match="a cycle") as caught:
-            cbor.encode(value, [], path="result")
+            packing.encode(value, [], path="result")
         assert caught.value.path.startswith("result[")
 
 
@@ -258,8 +258,8 @@ def test_lists_that_hold_each_other_many_times_end_with_an_error() -> None:
         tower = [tower, tower]
         mapping = {"left": mapping, "right": mapping}
     for value in (tower, mapping):
-        with pytest.raises(UnencodableError, match=f"more than {cbor.MAX_CONTAINERS} lists and maps") as caught:
-            cbor.encode(value, [], path="result")
+        with pytest.raises(UnencodableError, match=f"more than {packing.MAX_CONTAINERS} lists and maps") as caught:
+            packing.encode(value, [], path="result")
         assert caught.value.path.startswith("result[")
 
 
@@ -267,8 +267,8 @@ def test_items_count_on_every_path() -> None:
     wide: list[Any] = [0.5] * 10**5
     for _ in range(17):  # fewer lists than are allowed
         wide = [wide, wide]
-    with pytest.raises(UnencodableError, match=f"more than {cbor.MAX_ITEMS} items"):
-        cbor.encode(wide, [], path="result")
+    with pytest.raises(UnencodableError, match=f"more than {packing.MAX_ITEMS} items"):
+        packing.encode(wide, [], path="result")
 
 
 def test_a_list_without_end_is_not_shown_as_a_whole() -> None:
@@ -280,18 +280,18 @@ def test_a_list_without_end_is_not_shown_as_a_whole() -> None:
         frozen = frozenset({frozen, frozenset({frozen, 1})})
     for value in ({1: deque([tower])}, Record(tower), {frozen: 1}, frozen, {"a": 1, "b": 2}.items(), UserList([tower])):
         with pytest.raises(UnencodableError) as caught:
-            cbor.encode(value, [], path="result")
+            packing.encode(value, [], path="result")
         assert len(str(caught.value)) < 300
 
 
 def test_a_list_on_several_paths_travels_once_for_each() -> None:
     shared = [1, 2]
-    assert cbor.decode(cbor.encode([shared, {"again": shared}], [], path="result")) == [[1, 2], {"again": [1, 2]}]
+    assert cbor.decode(packing.encode([shared, {"again": shared}], [], path="result")) == [[1, 2], {"again": [1, 2]}]
 
 
 def test_a_text_that_is_long_is_not_repeated_in_the_error() -> None:
     with pytest.raises(UnencodableError) as caught:
-        cbor.encode({1, "x" * 10**6}, [], path="result")
+        packing.encode({1, "x" * 10**6}, [], path="result")
     assert len(str(caught.value)) < 300
 
 
@@ -340,7 +340,7 @@ class Blob(bytes):
     ids=repr,
 )
 def test_subclasses_of_scalars_arrive_as_what_they_equal(value: Any, expected: Any) -> None:
-    received = cbor.decode(cbor.encode(value, [], path="value"))
+    received = cbor.decode(packing.encode(value, [], path="value"))
     assert canonical(received) == canonical(expected)
 
 
@@ -364,7 +364,7 @@ def test_subclasses_of_scalars_arrive_as_what_they_equal(value: Any, expected: A
     ids=lambda value: type(value).__name__,
 )
 def test_what_resembles_a_plain_type_travels_as_that(value: Any, expected: Any) -> None:
-    received = cbor.decode(cbor.encode(value, [], path="value"))
+    received = cbor.decode(packing.encode(value, [], path="value"))
     assert canonical(received) == canonical(expected)
 
 
@@ -372,7 +372,7 @@ def test_what_resembles_a_plain_type_travels_as_that(value: Any, expected: Any) 
 def test_one_thing_that_cannot_travel_anywhere_refuses_the_whole(value: Any, name: str) -> None:
     buffers: list[cbor.Buffer] = []
     with pytest.raises(UnencodableError) as caught:
-        cbor.pack({"first": value, "bad": REFUSED[name][0]()}, buffers, path="value")
+        packing.pack({"first": value, "bad": REFUSED[name][0]()}, buffers, path="value")
     assert caught.value.path.startswith("value['bad']")
     assert buffers == []
 

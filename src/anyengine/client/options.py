@@ -18,7 +18,7 @@ from anyengine.process.engine_thread import ThreadLauncher
 from anyengine.process.host import Launcher
 from anyengine.process.launcher import ProcessLauncher
 from anyengine.process.remote_engine import AttachLauncher
-from anyengine.protocol import cbor
+from anyengine.protocol import packing
 from anyengine.transport.endpoints import TransportName
 from anyengine.types import EngineSpec, ProgressCallback
 
@@ -105,7 +105,7 @@ class ClientOptions:
             if spec is not None:
                 raise ValueError("spec and address: an engine that comes to an address was told elsewhere what it is")
         elif isinstance(spec, EngineSpec):
-            cbor.pack(spec.arguments, [], path="EngineSpec.arguments")
+            packing.pack(spec.arguments, [], path="EngineSpec.arguments")
         else:
             raise TypeError(f"spec={spec!r} ({type(spec).__name__}): expected an EngineSpec")
 

@@ -20,7 +20,8 @@ from anyengine.process.lane import Lane
 from anyengine.process.shared_storage import open_shared_storage
 from anyengine.protocol import arrays
 from anyengine.protocol.arrays import WireArray
-from anyengine.protocol.cbor import MAX_CONTAINERS, MAX_DEPTH
+from anyengine.protocol.cbor import MAX_DEPTH
+from anyengine.protocol.packing import MAX_CONTAINERS
 
 LANE_LIMIT = 2**20
 """Bytes from which on an array goes by the lane. Below, a frame is as fast, and takes no descriptor."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from anyengine.errors import ProtocolError
 from anyengine.multimodal import MultiModalFeature, MultiModalField
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 from anyengine.protocol.checks import expect_type
 
 _FIELD_DEFAULTS = {"batching": "batched", "dim": 0, "keep_on_cpu": False}
@@ -19,7 +19,7 @@ def encode_features(features: Sequence[MultiModalFeature], buffers: list[cbor.Bu
 
     :raises UnencodableError: if an array or a string cannot travel
     """
-    return cbor.pack([_plain_feature(feature) for feature in features], buffers, path="features")
+    return packing.pack([_plain_feature(feature) for feature in features], buffers, path="features")
 
 
 def _plain_feature(feature: MultiModalFeature) -> dict[str, Any]:

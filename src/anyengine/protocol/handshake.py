@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple, cast
 
 from anyengine.errors import ProtocolError, UnencodableError
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 from anyengine.protocol.cbor import Buffers as Buffers
 from anyengine.protocol.cbor import Frames as Frames
 from anyengine.protocol.checks import expect_array, expect_type, expect_u16, expect_u64
@@ -65,7 +65,7 @@ class Ready(NamedTuple):
 
     def encode(self) -> Frames:
         fields = {field.name: getattr(self.info, field.name) for field in dataclasses.fields(EngineInfo)}
-        packed = cbor.pack(fields, [], path="EngineInfo")
+        packed = packing.pack(fields, [], path="EngineInfo")
         for name, value in packed.items():
             if (problem := _problem(name, value)) is not None:
                 raise UnencodableError(f"EngineInfo.{name}", problem)

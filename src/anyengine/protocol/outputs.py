@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from anyengine.errors import ProtocolError, UnencodableError
-from anyengine.protocol import arrays, cbor
+from anyengine.protocol import arrays, cbor, packing
 from anyengine.types import FinishReason, TokenLogprobs
 
 _COLUMNS = (array, memoryview)
@@ -190,7 +190,7 @@ def encode_details(details: OutputDetails, buffers: list[cbor.Buffer], path: str
     for name in ("stop_reason", "pooling_output", "kv_transfer_params", "events"):
         value = getattr(details, name)
         if value is not None:
-            wire[name] = cbor.pack(value, buffers, path=f"{path}.{name}")
+            wire[name] = packing.pack(value, buffers, path=f"{path}.{name}")
     for name, value in wire.items():
         if (problem := _problem(name, value)) is not None:
             raise UnencodableError(f"{path}.{name}", problem)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from anyengine.errors import CrashReport, ProtocolError, UnencodableError
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 from anyengine.protocol.cbor import Buffers as Buffers
 from anyengine.protocol.cbor import Frames as Frames
 from anyengine.protocol.checks import expect_array, expect_counts, expect_type
@@ -123,7 +123,7 @@ class UtilityResult(NamedTuple):
 
     def encode(self) -> Frames:
         buffers: Frames = []
-        value = cbor.pack(self.value, buffers, path="result")
+        value = packing.pack(self.value, buffers, path="result")
         error = None
         if self.error is not None:
             error = [None if text is None else cbor.printable(text) for text in self.error]
@@ -159,7 +159,7 @@ class Stats(NamedTuple):
         for name, figure in self.figures.items():
             if type(name) is not str or type(figure) not in (int, float):
                 raise UnencodableError("statistics", f"{name!r:.80}: {figure!r:.80} is not a name with a number")
-        figures = cbor.pack(self.figures, [], path="statistics")
+        figures = packing.pack(self.figures, [], path="statistics")
         return [self.KIND, cbor.encode_plain([self.session, self.sequence, figures])]
 
     @classmethod

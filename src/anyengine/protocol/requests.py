@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from anyengine.errors import ProtocolError, RequestError
 from anyengine.multimodal import check_places
 from anyengine.params import RequestOptions, SamplingParams
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 from anyengine.protocol.arrays import is_array
 from anyengine.protocol.cbor import Buffers as Buffers
 from anyengine.protocol.cbor import Frames as Frames
@@ -49,7 +49,7 @@ class Add(NamedTuple):
         lengths = tokens = embeds = None
         prompts = self.prompts
         if prompts is None:
-            embeds = cbor.pack(self.prompt_embeds, buffers, path="prompt_embeds")
+            embeds = packing.pack(self.prompt_embeds, buffers, path="prompt_embeds")
         elif len(prompts) == 1:
             tokens = encode_column("I", prompts[0], buffers)
         else:
@@ -125,8 +125,8 @@ class Utility(NamedTuple):
 
     def encode(self) -> Frames:
         buffers: Frames = []
-        args = cbor.pack(self.args, buffers, path="args")
-        method = cbor.pack(self.method, [], path="method")
+        args = packing.pack(self.args, buffers, path="args")
+        method = packing.pack(self.method, [], path="method")
         return [self.KIND, cbor.encode_plain([self.call_id, method, args]), *buffers]
 
     @classmethod
@@ -152,7 +152,7 @@ class Init(NamedTuple):
 
     def encode(self) -> Frames:
         buffers: Frames = []
-        arguments = cbor.pack(self.arguments, buffers, path="EngineSpec.arguments")
+        arguments = packing.pack(self.arguments, buffers, path="EngineSpec.arguments")
         body = [self.version, self.session, self.output_address, self.path, arguments]
         return [self.KIND, cbor.encode_plain(body), *buffers]
 

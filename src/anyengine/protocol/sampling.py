@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from anyengine.errors import ProtocolError
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
-from anyengine.protocol import cbor
+from anyengine.protocol import cbor, packing
 from anyengine.protocol.checks import expect_type
 from anyengine.protocol.features import decode_features, encode_features
 from anyengine.protocol.outputs import decode_column
@@ -31,11 +31,11 @@ def encode_sampling(sampling: SamplingParams, buffers: list[cbor.Buffer]) -> dic
     if sampling.structured_outputs is not None:
         given = {name: getattr(sampling.structured_outputs, name) for name in _STRUCTURED}
         given = {name: value for name, value in given.items() if value is not None}
-        fields["structured_outputs"] = cbor.pack(given, buffers, path="SamplingParams.structured_outputs")
+        fields["structured_outputs"] = packing.pack(given, buffers, path="SamplingParams.structured_outputs")
     if "logit_bias" in fields:
         fields["logit_bias"] = dict(fields["logit_bias"])
     if "extra" in fields:
-        fields["extra"] = cbor.pack(fields["extra"], buffers, path="SamplingParams.extra")
+        fields["extra"] = packing.pack(fields["extra"], buffers, path="SamplingParams.extra")
     return fields
 
 
@@ -84,12 +84,12 @@ def encode_options(options: RequestOptions, buffers: list[cbor.Buffer]) -> dict[
     if options.priority:
         fields["priority"] = options.priority
     if options.cache_salt is not None:
-        fields["cache_salt"] = cbor.pack(options.cache_salt, [], path="cache_salt")
+        fields["cache_salt"] = packing.pack(options.cache_salt, [], path="cache_salt")
     if options.lora is not None:
-        fields["lora"] = cbor.pack(dataclasses.asdict(options.lora), [], path="lora")
+        fields["lora"] = packing.pack(dataclasses.asdict(options.lora), [], path="lora")
     if options.pooling is not None:
         given = {name: value for name, value in dataclasses.asdict(options.pooling).items() if value is not None}
-        fields["pooling"] = cbor.pack(given, [], path="pooling_params")
+        fields["pooling"] = packing.pack(given, [], path="pooling_params")
     if options.features:
         fields["features"] = encode_features(options.features, buffers)
     return fields
