@@ -125,12 +125,19 @@ def test_a_body_that_is_cut_anywhere_is_refused(value: Any, data: st.DataObject)
 
 
 def test_the_depth_limit_counts_containers_and_tags_and_is_63() -> None:
-    for opening in (b"\x81", b"\xa1\x01"):
+    for opening in (b"\x81", b"\xa1\x61k"):
         assert cbor.decode_plain(opening * 63 + b"\x01")
         refused_by_all(opening * 64 + b"\x01")
     array = cbor2.dumps(cbor2.CBORTag(cbor.ARRAY_TAG, ["numpy", "|u1", [], bytes(1)]))
     assert cbor.decode(b"\x81" * 60 + array)
     refused_by_all(b"\x81" * 62 + array)
+
+
+@pytest.mark.parametrize("key", [1, 1.5, None, [1, 2], {"a": 1}], ids=repr)
+def test_where_no_value_is_left_open_the_keys_of_maps_are_strings(key: Any) -> None:
+    assert cbor.decode_plain(b"\xa1\x61k\x00") == {"k": 0}
+    with pytest.raises(ProtocolError, match="map key"):
+        cbor.decode_plain(b"\xa1" + cbor2.dumps(key) + b"\x00")
 
 
 def _tag(number: int, width: int) -> bytes:

@@ -71,11 +71,14 @@ def decode_outline(body: bytes) -> Any:
 
 
 def decode_plain(body: bytes) -> Any:
-    """Decode one message body that may hold no arrays; see :func:`decode`.
+    """Decode one message body that may hold no arrays, and no map keys but strings; see :func:`decode`.
+
+    A stranger's first message is one of these. Lists are hashed without a secret, so that a map of a megabyte whose
+    keys are lists of one hash would take minutes.
 
     :raises ProtocolError: if the bytes are not exactly one value of the strict form
     """
-    return _decode(body, _refuse_tag)
+    return _decode(body, _refuse_tag, text_keys=True)
 
 
 def _refuse_tag(tag: cbor2.CBORTag, immutable: bool) -> Any:
@@ -99,7 +102,7 @@ _PAIR = b"\x82"
 _END = encode_plain(_NONCE)
 
 
-def _decode(body: bytes, tag_hook: cbor2.TagHook) -> Any:
+def _decode(body: bytes, tag_hook: cbor2.TagHook, *, text_keys: bool = False) -> Any:
     try:
         value, end = cbor2.loads(
             b"".join((_PAIR, body, _END)),
@@ -108,6 +111,7 @@ def _decode(body: bytes, tag_hook: cbor2.TagHook) -> Any:
             max_depth=MAX_DEPTH,
             allow_indefinite=False,
             allow_duplicate_keys=False,
+            strict_hashable_types=text_keys,
         )
     except cbor2.CBORDecodeError as error:
         cause = error.__cause__
