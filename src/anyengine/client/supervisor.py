@@ -27,6 +27,9 @@ logger: logging.Logger = logging.getLogger("anyengine")
 LAST_OUTPUTS_LIMIT = 0.025
 """Seconds after a death in which the connection must end; a forked grandchild may hold it open."""
 
+CLOSING_OUTPUTS_LIMIT = 0.4
+"""The same while the client is closed and requests wait for their last outputs: a busy machine may be late."""
+
 STATUS_LIMIT = 0.5
 """Seconds to wait for the exit status of an engine that failed to start or that the client had to kill."""
 
@@ -34,7 +37,7 @@ LOOK = 0.05
 """Seconds between two looks at a process that is expected to end."""
 
 WATCH_LIMIT = 0.5
-"""Seconds that the watch may take to tell everybody, after the end of the process."""
+"""Seconds that the watch may take to tell everybody, after the end of the process; above the limits of its waits."""
 
 GONE_LIMIT = 2.0
 """Seconds for a process group that was killed to be gone."""
@@ -205,7 +208,8 @@ class Supervisor:
         if self._link.machine.state not in (ClientState.SERVING, ClientState.CLOSING):
             return
         disconnections = session.endpoints.disconnections
-        with anyio.move_on_after(0 if host.sends_at_once else LAST_OUTPUTS_LIMIT):
+        limit = CLOSING_OUTPUTS_LIMIT if session.closing and self._link.machine.requests else LAST_OUTPUTS_LIMIT
+        with anyio.move_on_after(0 if host.sends_at_once else limit):
             while disconnections.receive_nowait() is None:
                 await disconnections.wait_readable()
         # Readers are not woken between the slices: they get all of it, and the error behind it, in one go.
