@@ -1,4 +1,6 @@
-"""Fixtures of the real model. It is converted into the user's own cache, once for all."""
+"""Fixtures of two models: the default one, which is converted into the user's own cache, once for all, and a stand-in
+of its vocabulary, for whatever does not depend on what a model says.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.engines.runs import load, save_tiny
+from tests.engines.runs import load, save_stand_in, save_tiny
 
 from anyengine.engines.transformers import TransformersEngine, default_model
 
@@ -31,15 +33,20 @@ def prompt(directory: Path) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def engine(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
-    """Steps of at most 16 tokens: every longer prompt comes in pieces."""
-    profiles = tmp_path_factory.mktemp("profiles")
-    return load(directory, max_num_seqs=8, max_num_batched_tokens=16, profile_dir=str(profiles))
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_stand_in(tmp_path_factory.mktemp("stand_in") / "model")
 
 
 @pytest.fixture(scope="session")
-def reference(directory: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+def engine(stand_in: Path, tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
+    """Steps of at most 16 tokens: every longer prompt comes in pieces."""
+    profiles = tmp_path_factory.mktemp("profiles")
+    return load(stand_in, max_num_seqs=8, max_num_batched_tokens=16, profile_dir=str(profiles))
+
+
+@pytest.fixture(scope="session")
+def reference(stand_in: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(stand_in, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")

@@ -93,3 +93,21 @@ def save_tiny(directory: Path, **options: Any) -> Path:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+def save_stand_in(directory: Path) -> Path:
+    """A random model with the default model's vocabulary and end, and a hundredth of its arithmetic.
+
+    Its greedy tokens do not repeat themselves as those of a trained model do, so that none comes out right by luck.
+    """
+    return save_tiny(
+        directory,
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+    )

@@ -71,10 +71,10 @@ def test_with_a_sleep_in_the_middle(
     check_all(run, prompt, expected)
 
 
-def test_with_preemption(directory: Path, prompt: list[int], expected: torch.Tensor) -> None:
-    token_bytes = 30 * 3 * 64 * 2 * 4  # layers x heads x dimension x keys and values x bytes
+def test_with_preemption(stand_in: Path, prompt: list[int], expected: torch.Tensor) -> None:
+    token_bytes = 3 * 2 * 16 * 2 * 4  # layers x heads x dimension x keys and values x bytes
     engine = load(
-        directory, block_size=1, kv_cache_bytes=token_bytes * 68, max_model_len=66, max_num_seqs=8,
+        stand_in, block_size=1, kv_cache_bytes=token_bytes * 68, max_model_len=66, max_num_seqs=8,
         max_num_batched_tokens=20,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, prompt_logprobs=1)
@@ -127,7 +127,7 @@ def test_a_prompt_of_embeddings_has_none(engine: TransformersEngine) -> None:
             EngineRequest(
                 handle=1,
                 prompt_token_ids=None,
-                prompt_embeds=numpy.zeros((3, 576), numpy.float32),
+                prompt_embeds=numpy.zeros((3, 64), numpy.float32),
                 sampling=SamplingParams(prompt_logprobs=0),
             )
         )

@@ -209,7 +209,7 @@ class TestCollectiveRpc:
 
     def test_a_function_gets_the_worker_first(self, engine: TransformersEngine) -> None:
         count = count_parameters(engine._worker)
-        assert count > 10**8
+        assert count > 49152 * 64
         path = f"{__name__}:count_parameters"
         assert engine.collective_rpc(path) == [count]
         assert engine.collective_rpc(path, None, [2], {"plus": 3}) == [2 * count + 3]
@@ -270,7 +270,7 @@ class TestProfile:
             assert path.parent == engine._arguments.profile_directory
             trace = json.loads(gzip.decompress(path.read_bytes()))
             names = [event.get("name") for event in trace["traceEvents"]]
-            assert names.count("aten::scaled_dot_product_attention") >= 30  # in each of the model's layers
+            assert names.count("aten::scaled_dot_product_attention") >= 3 * 3  # steps and layers
 
     def test_it_is_started_and_ended_in_turn(self, engine: TransformersEngine) -> None:
         with pytest.raises(RuntimeError, match=r"is_start=False\): no profile is under way"):
@@ -325,8 +325,8 @@ def test_a_dummy_batch_leaves_requests_alone(engine: TransformersEngine, prompt:
 class TestSaveShardedState:
     """Weights written into files."""
 
-    def test_the_files_hold_every_weight(self, engine: TransformersEngine, tmp_path: Path) -> None:
-        limit = 160 * MIB
+    def test_the_files_hold_every_weight(self, tiny: Path, tmp_path: Path) -> None:
+        engine, limit = load(tiny), 16 * 1024
         engine.save_sharded_state(str(tmp_path / "new" / "saved"), max_size=limit)
         files = sorted((tmp_path / "new" / "saved").iterdir())
         assert [file.name for file in files] == [f"model-rank-0-part-{part}.safetensors" for part in range(len(files))]
@@ -396,10 +396,15 @@ def test_only_what_it_does_is_listed(engine: TransformersEngine) -> None:
 
 
 @pytest.mark.anyio
-async def test_everything_through_a_child(directory: Path, prompt: list[int], leaves_nothing: None) -> None:
+@pytest.mark.parametrize(
+    "anyio_backend", ["trio"]
+)  # the other loops have the same on a scripted engine: tests/contract
+async def test_everything_through_a_child(
+    directory: Path, prompt: list[int], anyio_backend: str, leaves_nothing: None
+) -> None:
     arguments = {"dtype": "float32", "device": "cpu", "num_threads": THREADS, "kv_cache_bytes": 64 * MIB}
     spec = EngineSpec("anyengine.engines.transformers:TransformersEngine", {"model": str(directory), **arguments})
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, prompt_logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=1)
     async with open_engine_client(spec) as client:
         pid = client.health().pid
         before = await client.generate(prompt, params)
@@ -411,7 +416,7 @@ async def test_everything_through_a_child(directory: Path, prompt: list[int], le
         after = await client.generate(prompt, params)
         async with client.open_request(prompt, params) as request:
             kept = (await anext(request)).token_ids
-            assert len(kept) < 20
+            assert len(kept) < 8
             await client.sleep(1, "keep")
             await client.wake_up()
             async for output in request:
