@@ -1,4 +1,7 @@
-"""``anyengine generate`` with the real model: text, figures, and every way in which it can end."""
+"""``anyengine generate``: text, figures, and every way in which it can end.
+
+With the real model where that matters, and with an engine that recites where the command line alone is in question.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.cli import reciting_engine
 from tests.cli.programs import CLI, CONTROLS, Sandbox, Terminal, default_model_converted, sandbox
 
 from anyengine.engines.transformers.checkpoint import NAME, cache_directory
@@ -20,8 +24,13 @@ __all__ = ["default_model_converted", "sandbox"]
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180), pytest.mark.usefixtures("default_model_converted")]
 
 STORY = "Once upon a time, in a village by the sea,"
-ENDS_WITHIN = 3.0
+ENDS_WITHIN = 10.0
 """Seconds that an interrupted program may take on a busy machine; on a quiet one it is a fraction of one."""
+
+RECITING = reciting_engine.CLI
+PROGRAMS = pytest.mark.parametrize(
+    ("program", "backend"), [(CLI, "trio"), (RECITING, "asyncio"), (RECITING, "trio")], ids=["real", "asyncio", "trio"]
+)
 
 FIGURES = r"\d+ tokens in \d+\.\d\d s, \d+\.\d tokens/s, first token after \d+\.\d\d s"
 
@@ -32,24 +41,24 @@ def read_first(process: subprocess.Popen[str]) -> str:
     return os.read(process.stdout.fileno(), 4096).decode()
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_text_goes_to_stdout_and_the_rest_to_stderr(sandbox: Sandbox, backend: str) -> None:
+@PROGRAMS
+def test_text_goes_to_stdout_and_the_rest_to_stderr(sandbox: Sandbox, program: list[str], backend: str) -> None:
     # "default" may be left out, and greedy decoding says the same each time.
     model = ["default"] if backend == "trio" else []
     result = sandbox.run(
-        [*CLI, "generate", *model, "The capital of France is", "--max-tokens", "6", "--backend", backend]
+        [*program, "generate", *model, "The capital of France is", "--max-tokens", "6", "--backend", backend]
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(" Paris.")
     assert result.stdout.endswith("\n")
     assert not CONTROLS.search(result.stdout + result.stderr)
     assert re.search(rf"^{FIGURES}, finished: length$", result.stderr, re.MULTILINE)
-    assert "loading weights ..." in result.stderr
+    assert ("loading weights ..." if program is CLI else "loading ...") in result.stderr
 
 
 def test_stop_strings(sandbox: Sandbox) -> None:
     stops = ["--stop", "London", "--stop", "."]
-    result = sandbox.run([*CLI, "generate", "The capital of France is", "--max-tokens", "6", *stops])
+    result = sandbox.run([*RECITING, "generate", "The capital of France is", "--max-tokens", "6", *stops])
     assert result.stdout == " Paris\n"
     assert re.search(rf"^{FIGURES}, finished: stop$", result.stderr, re.MULTILINE)
 
@@ -78,9 +87,9 @@ def test_ctrl_c_while_it_loads(sandbox: Sandbox, backend: str) -> None:
     assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_ctrl_c_while_it_generates(sandbox: Sandbox, backend: str) -> None:
-    with Terminal(sandbox, [*CLI, "generate", STORY, "--max-tokens", "4000", "--backend", backend]) as terminal:
+@PROGRAMS
+def test_ctrl_c_while_it_generates(sandbox: Sandbox, program: list[str], backend: str) -> None:
+    with Terminal(sandbox, [*program, "generate", STORY, "--max-tokens", "4000", "--backend", backend]) as terminal:
         terminal.expect("there was a")
         terminal.press("\x03")
         assert terminal.wait(ENDS_WITHIN) == 130
@@ -94,7 +103,7 @@ def test_ctrl_c_while_it_generates(sandbox: Sandbox, backend: str) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_other_signals(sandbox: Sandbox, number: signal.Signals, code: int) -> None:
-    process = sandbox.start([*CLI, "generate", STORY, "--max-tokens", "4000"])
+    process = sandbox.start([*RECITING, "generate", STORY, "--max-tokens", "4000"])
     assert read_first(process)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=ENDS_WITHIN)
@@ -105,14 +114,14 @@ def test_other_signals(sandbox: Sandbox, number: signal.Signals, code: int) -> N
 
 def test_a_reader_that_has_seen_enough(sandbox: Sandbox) -> None:
     command = 'set -o pipefail; "$@" | head -c 5; echo " $?"'
-    result = sandbox.run(["bash", "-c", command, "bash", *CLI, "generate", STORY, "--max-tokens", "4000"], 90)
-    assert result.stdout == " ther 141\n"
+    result = sandbox.run(["bash", "-c", command, "bash", *RECITING, "generate", STORY, "--max-tokens", "4000"], 90)
+    assert result.stdout == " Pari 141\n"
     # Nothing but the stages of loading.
     assert [line for line in result.stderr.splitlines() if not line.endswith(" ...")] == []
 
 
 def test_the_engine_dies_while_it_generates(sandbox: Sandbox) -> None:
-    process = sandbox.start([*CLI, "generate", STORY, "--max-tokens", "4000"])
+    process = sandbox.start([*RECITING, "generate", STORY, "--max-tokens", "4000"])
     assert read_first(process)
     os.kill(sandbox.engine(process), signal.SIGKILL)
     killed_at = time.monotonic()
@@ -138,7 +147,7 @@ def test_a_model_that_does_not_load(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_too_long(sandbox: Sandbox) -> None:
-    result = sandbox.run([*CLI, "generate", "word " * 9000])
+    result = sandbox.run([*RECITING, "generate", "word " * 9000])
     assert result.returncode == 1
     assert result.stdout == ""
     assert re.search(r"^anyengine: RequestError: .*the prompt has 900\d tokens", result.stderr, re.MULTILINE)
