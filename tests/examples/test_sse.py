@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from tests.helpers import until_sync
 __all__ = ["sandbox"]
 
 SENTENCE = " a scripted engine recites this sentence to everybody"
+FRONTENDS = ["sse_asyncio", "sse_trio"]
 LONG = {"prompt": "Say it", "max_tokens": 900}  # 18 seconds
 
 
@@ -45,22 +47,40 @@ class Frontend:
         """Send a signal, if one is given, and wait for the end, which must be in good order."""
         if number is not None:
             self.process.send_signal(number)
-        _, stderr = self.process.communicate(timeout=10)
+        _, stderr = self.process.communicate(timeout=20)
         assert self.process.returncode == 0, stderr
         assert not self.sandbox.processes()
         assert "Traceback" not in stderr
         assert "rror" not in stderr
 
 
-@pytest.fixture(params=["sse_asyncio", "sse_trio"])
-def frontend(request: pytest.FixtureRequest, sandbox: Sandbox) -> Iterator[Frontend]:
-    frontend = Frontend(sandbox, request.param)
+@contextmanager
+def running(sandbox: Sandbox, name: str) -> Iterator[Frontend]:
+    frontend = Frontend(sandbox, name)
     try:
         yield frontend
     finally:
         frontend.client.close()
         if frontend.process.poll() is None:
             frontend.process.kill()
+
+
+@pytest.fixture(params=FRONTENDS)
+def frontend(request: pytest.FixtureRequest, sandbox: Sandbox) -> Iterator[Frontend]:
+    with running(sandbox, request.param) as frontend:
+        yield frontend
+
+
+@pytest.fixture(scope="module", params=FRONTENDS)
+def lasting_frontend(request: pytest.FixtureRequest) -> Iterator[Frontend]:
+    """One for all tests that leave it as it was, which ends in good order after them."""
+    sandbox = Sandbox()
+    try:
+        with running(sandbox, request.param) as frontend:
+            yield frontend
+            frontend.end(signal.SIGTERM)
+    finally:
+        sandbox.close()
 
 
 def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -75,47 +95,44 @@ def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
             name = "message"
 
 
-def test_tokens_are_streamed(frontend: Frontend) -> None:
-    with frontend.client.stream("POST", "/generate", json={"prompt": "Hi", "max_tokens": 20}) as response:
+def test_tokens_are_streamed(lasting_frontend: Frontend) -> None:
+    with lasting_frontend.client.stream("POST", "/generate", json={"prompt": "Hi", "max_tokens": 20}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"] == "text/event-stream"
         received = [event for _, event in events(response)]
     assert "".join(event["text"] for event in received) == SENTENCE[:20]
     assert [event["finish_reason"] for event in received] == [None] * (len(received) - 1) + ["length"]
     assert len(received) > 5, "it came in one piece"
-    health = frontend.client.get("/health")
+    health = lasting_frontend.client.get("/health")
     assert health.status_code == 200
     assert health.json()["state"] == "alive"
-    frontend.end(signal.SIGTERM)
 
 
-def test_chats_and_stop_strings(frontend: Frontend) -> None:
+def test_chats_and_stop_strings(lasting_frontend: Frontend) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900, "stop": ["to every", "nothing"]}
-    with frontend.client.stream("POST", "/generate", json=body) as response:
+    with lasting_frontend.client.stream("POST", "/generate", json=body) as response:
         received = [event for _, event in events(response)]
     assert "".join(event["text"] for event in received) == " a scripted engine recites this sentence "
     assert received[-1]["finish_reason"] == "stop"
-    statistics = frontend.statistics()
+    statistics = lasting_frontend.statistics()
     assert statistics["live_requests"] == statistics["aborting_requests"] == 0
-    frontend.end(signal.SIGTERM)
 
 
-def test_a_client_that_disconnects_frees_its_slot(frontend: Frontend) -> None:
-    with frontend.client.stream("POST", "/generate", json=LONG) as response:
+def test_a_client_that_disconnects_frees_its_slot(lasting_frontend: Frontend) -> None:
+    with lasting_frontend.client.stream("POST", "/generate", json=LONG) as response:
         stream = events(response)  # (dropping this generator would close the connection already)
         next(stream)
-        assert frontend.statistics()["live_requests"] == 1
+        assert lasting_frontend.statistics()["live_requests"] == 1
 
     # Leaving the block has closed the connection.
     def freed() -> bool:
-        now = frontend.statistics()
+        now = lasting_frontend.statistics()
         return now["live_requests"] == now["aborting_requests"] == 0 and not now["engine"].get("running")
 
-    until_sync(freed, 5)
-    frontend.end(signal.SIGINT)
+    until_sync(freed, 10)  # by itself it would have ended after 18
 
 
-def test_bad_requests(frontend: Frontend) -> None:
+def test_bad_requests(lasting_frontend: Frontend) -> None:
     for body, message in (
         (b"{", "Expecting"),
         (b"[]", "expected a JSON object"),
@@ -131,11 +148,10 @@ def test_bad_requests(frontend: Frontend) -> None:
         (b'{"prompt": "a", "max_tokens": "b"}', "SamplingParams.max_tokens='b'"),
         (json.dumps({"prompt": "a" * 5000}).encode(), "max_model_len"),  # which the engine refuses
     ):
-        response = frontend.client.post("/generate", content=body)
+        response = lasting_frontend.client.post("/generate", content=body)
         assert response.status_code == 400
         assert message in response.json()["error"]
-    assert frontend.statistics()["live_requests"] == 0
-    frontend.end(signal.SIGTERM)
+    assert lasting_frontend.statistics()["live_requests"] == 0
 
 
 def test_the_engine_dies_during_a_stream(frontend: Frontend) -> None:
@@ -168,7 +184,7 @@ def test_a_signal_while_streams_run_ends_everything(frontend: Frontend, number: 
 
 
 def test_a_signal_while_the_engine_loads(sandbox: Sandbox) -> None:
-    for name in ("sse_asyncio", "sse_trio"):
+    for name in FRONTENDS:
         frontend = Frontend(sandbox, name)
         sandbox.engine(frontend.process)
         frontend.end(signal.SIGTERM)

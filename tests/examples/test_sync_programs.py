@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.cli.programs import Sandbox, Terminal, default_model_converted, sandbox
+from tests.examples.running import run
 from tests.helpers import until_sync
 
 __all__ = ["default_model_converted", "sandbox"]
@@ -18,27 +19,23 @@ __all__ = ["default_model_converted", "sandbox"]
 COUNT = 60
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_sync_generate(sandbox: Sandbox, backend: str) -> None:
-    command = [sys.executable, "examples/sync_generate.py", "--backend", backend, "--engine", "scripted"]
-    result = sandbox.run(command, 50)
-    assert (result.returncode, result.stderr) == (0, "")
+def test_sync_generate(sandbox: Sandbox) -> None:
     recited = " a scripted engine recit"
-    assert f"The sea is{recited}\nOnce upon a time{recited}\n[finished: length]\n" in result.stdout
-    for subject in ("Rivers", "Bread", "Glass", "Winter"):
-        assert f"\n{subject} can be{recited}\n" in result.stdout
+    for shown in run(sandbox, "sync_generate"):
+        assert f"The sea is{recited}\nOnce upon a time{recited}\n[finished: length]\n" in shown
+        for subject in ("Rivers", "Bread", "Glass", "Winter"):
+            assert f"\n{subject} can be{recited}\n" in shown
 
 
 @pytest.mark.engines
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("default_model_converted")
 def test_sync_generate_with_the_real_model(sandbox: Sandbox) -> None:
-    result = sandbox.run([sys.executable, "examples/sync_generate.py", "--engine", "default"], 120)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "[loading weights: done]" in result.stdout
-    assert "[finished: length]" in result.stdout
+    (shown,) = run(sandbox, "sync_generate", backends=["asyncio"], engine="default")
+    assert "[loading weights: done]" in shown
+    assert "[finished: length]" in shown
     for subject in ("Rivers", "Bread", "Glass", "Winter"):
-        assert f"\n{subject} can be " in result.stdout
+        assert f"\n{subject} can be " in shown
 
 
 class Batch:
