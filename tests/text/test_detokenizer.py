@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,12 @@ from anyengine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetok
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_KINDS = [kinds.byte_level, kinds.byte_fallback, kinds.gemma, kinds.metaspace, kinds.metaspace_never]
 OTHER_KINDS = [kinds.suffixes, kinds.words]
+
+
+@functools.cache
+def made_once(kind: Callable[[], Tokenizer]) -> tuple[Tokenizer, ModelText]:
+    tokenizer = kind()
+    return tokenizer, ModelText(tokenizer)
 
 
 def pieces(detokenizer: Detokenizer, token_ids: Sequence[int], cuts: Sequence[int] = ()) -> list[str]:
@@ -53,8 +60,7 @@ def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
 @given(data=st.data())
 @settings(deadline=None, max_examples=150)
 def test_any_split_is_the_whole(kind: Callable[[], Tokenizer], skip: bool, data: st.DataObject) -> None:
-    tokenizer = kind()
-    text = ModelText(tokenizer)
+    tokenizer, text = made_once(kind)
     token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 1), max_size=24))
     cuts = data.draw(st.lists(st.integers(0, 100), max_size=8))
     joined = "".join(pieces(text.detokenizer(skip_special_tokens=skip), token_ids, cuts))
@@ -70,8 +76,7 @@ def test_any_split_is_the_whole(kind: Callable[[], Tokenizer], skip: bool, data:
 def test_a_continuation_is_what_the_whole_has_more_than_the_prompt(
     kind: Callable[[], Tokenizer], data: st.DataObject
 ) -> None:
-    tokenizer = kind()
-    text = ModelText(tokenizer)
+    tokenizer, text = made_once(kind)
     tokens = st.integers(0, tokenizer.get_vocab_size() - 1)
     prompt, more = data.draw(st.lists(tokens, max_size=6)), data.draw(st.lists(tokens, max_size=8))
     before, whole = text.decode(prompt), text.decode(prompt + more)
@@ -99,7 +104,7 @@ def test_any_split_with_the_real_tokenizer(smol: ModelText, data: st.DataObject)
 @given(text=st.text(max_size=30))
 @settings(deadline=None)
 def test_text_comes_back_and_each_character_with_its_last_token(kind: Callable[[], Tokenizer], text: str) -> None:
-    model = ModelText(kind())
+    _, model = made_once(kind)
     for added in (*kinds.ADDED, "<s>", kinds.SPECIAL, "▁"):
         text = text.replace(added, "")
     token_ids = model.encode(text)
@@ -163,8 +168,7 @@ def test_a_continuation_keeps_its_first_space(kind: Callable[[], Tokenizer], who
 @given(data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_other_decoders(kind: Callable[[], Tokenizer], data: st.DataObject) -> None:
-    tokenizer = kind()
-    text = ModelText(tokenizer)
+    tokenizer, text = made_once(kind)
     tokens = st.integers(0, tokenizer.get_vocab_size() - 1)
     prompt, more = data.draw(st.lists(tokens, max_size=10)), data.draw(st.lists(tokens, max_size=20))
     cuts = data.draw(st.lists(st.integers(0, 100), max_size=8))

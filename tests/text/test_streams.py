@@ -55,11 +55,16 @@ def script_of(text: str) -> list[int]:
 @asynccontextmanager
 async def reciting(text: str, **options: Any) -> AsyncIterator[EngineClient]:
     """An engine that answers everything with ``text``, and does not end with it if that ends with three dots."""
-    script = script_of(text.removesuffix("..."))
-    script += script_of(".") * 20_000 if text.endswith("...") else EOS
-    arguments = {name: options.pop(name) for name in ("step_delay",) if name in options}
-    async with open_engine_client(scripted_spec(script=script, **arguments), **options) as client:
+    async with open_engine_client(recital(text, **options)) as client:
         yield client
+
+
+def recital(text: str, step_delay: float = 0.0) -> EngineSpec:
+    script = script_of(text.removesuffix("..."))
+    if text.endswith("..."):
+        # Not as fast as it can: its end must not come before what a test does meanwhile, on however busy a machine.
+        return scripted_spec(script=script + script_of(".") * 20_000, step_delay=step_delay or 0.001)
+    return scripted_spec(script=script + EOS, step_delay=step_delay)
 
 
 async def read(stream: TextStream) -> list[TextOutput]:
@@ -73,8 +78,8 @@ async def read_tokens(stream: TextStream, number: int) -> None:
 
 
 async def until_engine_is_idle(client: EngineClient) -> None:
-    """The engine itself says, once a second or when it is idle, that it runs nothing."""
-    await until(lambda: client.statistics().engine.get("running") == 0)
+    """The engine itself says, once a second or when it is idle, that it runs nothing; in time, for all recitals end."""
+    await until(lambda: client.statistics().engine.get("running") == 0, 10)
 
 
 # ---- text ----
@@ -82,7 +87,7 @@ async def until_engine_is_idle(client: EngineClient) -> None:
 
 async def test_text_comes_in_pieces_that_are_the_whole() -> None:
     said = "One, zwei, 三, 🎉 four."
-    async with reciting(said, step_delay=0.001) as client:
+    async with reciting(said, step_delay=0.01) as client:
         async with TEXT.open_stream(client, "Count", SamplingParams(max_tokens=100), request_id="mine") as stream:
             assert stream.prompt_token_ids == TEXT.encode("Count")
             assert stream.request_id == "mine"
@@ -270,7 +275,7 @@ async def test_a_death_during_a_whole_answer(stop: str) -> None:
     async with reciting("So far...") as client:
 
         async def kill() -> None:
-            await until(lambda: client.statistics().live_requests)
+            await until(lambda: client.statistics().live_requests, 30)
             os.kill(client.health().pid, signal.SIGKILL)
 
         async with anyio.create_task_group() as group:
@@ -291,7 +296,7 @@ async def test_a_request_that_stalls() -> None:
 async def test_a_stall_comes_after_the_text_that_was_held_back() -> None:
     async with open_engine_client(scripted_spec(script=script_of("So fa") + NO_TEXT, step_delay=0.001)) as client:
         text = ""
-        async with TEXT.open_stream(client, "Say", ENDLESS, stop=["far"], stall_limit=0.3) as stream:
+        async with TEXT.open_stream(client, "Say", ENDLESS, stop=["far"], stall_limit=1) as stream:
             await read_tokens(stream, 5)
             await client.pause_scheduler("keep")
             with pytest.raises(RequestStalledError):
@@ -306,7 +311,7 @@ async def test_a_stall_comes_after_the_text_that_was_held_back() -> None:
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)], ids=["plain", "stop"])
 async def test_cancelling_aborts_the_request(stop: tuple[str, ...]) -> None:
-    async with reciting("So far...", step_delay=0.001) as client:
+    async with reciting("So far...") as client:
         with anyio.move_on_after(0.1) as scope:
             await TEXT.generate(client, "Say", ENDLESS, stop=stop)
         assert scope.cancelled_caught
@@ -328,7 +333,7 @@ class SlowText(ModelText):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.threads.append(threading.get_ident())
         if threading.get_ident() != threading.main_thread().ident:
-            assert self.may_go_on.wait(10)
+            assert self.may_go_on.wait(30)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -345,7 +350,7 @@ async def test_a_long_prompt_is_encoded_off_the_loop(chat: bool) -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(generate)
-            await until(lambda: text.threads)
+            await until(lambda: text.threads, 30)
             for ticks in range(5):
                 assert (await TEXT.generate(client, "Say")).text == "Yes."  # the loop is free for others
             assert client.statistics().live_requests == 0
@@ -359,10 +364,10 @@ async def test_a_long_prompt_is_encoded_off_the_loop(chat: bool) -> None:
 async def test_cancelling_while_a_long_prompt_is_encoded() -> None:
     text = SlowText()
     async with reciting("Yes.") as client:
-        with anyio.move_on_after(0.05) as scope:
-            await text.generate(client, "hello " * ENCODED_IN_PLACE)
-        assert scope.cancelled_caught
-        assert text.threads
+        async with anyio.create_task_group() as group:
+            group.start_soon(text.generate, client, "hello " * ENCODED_IN_PLACE)
+            await until(lambda: text.threads, 30)
+            group.cancel_scope.cancel()
         assert client.statistics().live_requests == 0
         text.may_go_on.set()
 
@@ -375,20 +380,20 @@ async def test_encoding_gives_up_the_interpreter() -> None:
         nonlocal longest
         with scope:
             while True:
-                before = time.perf_counter()
+                before = time.process_time()
                 await anyio.sleep(0.001)
-                longest = max(longest, time.perf_counter() - before)
+                longest = max(longest, time.process_time() - before)
 
     async with reciting("Yes.") as client, anyio.create_task_group() as group:
         scope = anyio.CancelScope()
         group.start_soon(tick, scope)
-        started = time.perf_counter()
+        started = time.process_time()
         stream = TEXT.open_stream(client, words)
         token_ids = await anyio.to_thread.run_sync(stream._request.encode)
-        took = time.perf_counter() - started
+        took = time.process_time() - started
         scope.cancel()
     assert len(token_ids) > 500_000
-    # With the interpreter's lock held it would be all of the time.
+    # With the interpreter's lock held it would be all of the time. This process's own time: others may have the rest.
     assert longest < took / 2, (longest, took)
 
 
@@ -397,18 +402,17 @@ async def test_encoding_gives_up_the_interpreter() -> None:
 
 @contextlib.contextmanager
 def reciting_sync(text: str) -> Iterator[SyncEngineClient]:
-    script = script_of(text) + script_of(".") * 20_000
-    with open_sync_engine_client(scripted_spec(script=script)) as client:
+    with open_sync_engine_client(recital(text)) as client:
         yield client
 
 
 def test_blocking_calls() -> None:
-    with reciting_sync("Yes, 三.\nUser: no") as client:
+    with reciting_sync("Yes, 三.\nUser: no...") as client:
         with TEXT.open_sync_stream(client, "Say", ENDLESS, stop=["\nUser:"], request_id="mine") as stream:
             assert stream.request_id == "mine"
             outputs = list(stream)
             assert client.statistics().live_requests == client.statistics().aborting_requests == 0
-            until_sync(lambda: client.statistics().engine.get("running") == 0)
+            until_sync(lambda: client.statistics().engine.get("running") == 0, 10)
             assert list(stream) == []
         assert "".join(output.text for output in outputs) == "Yes, 三."
         assert outputs[-1].stop_reason == "\nUser:"
@@ -461,6 +465,7 @@ def test_blocking_calls_whose_reader_leaves_with_the_last_text() -> None:
 
 @pytest.mark.engines
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_the_real_model(smol: ModelText) -> None:
     spec = EngineSpec("anyengine.engines.transformers:TransformersEngine", {"model": "default", "max_num_seqs": 1})
     # Threads of torch that wait for each other by spinning are ten times slower beside a busy process.
