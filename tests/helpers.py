@@ -9,15 +9,18 @@ from pathlib import Path
 
 import anyio
 
+BUSY = 30.0
+"""Seconds that a busy machine may need for what takes none on a quiet one. No promise is measured by it."""
 
-async def until(condition: Callable[[], object], limit: float = 5.0) -> None:
+
+async def until(condition: Callable[[], object], limit: float = BUSY) -> None:
     """Return when ``condition()`` is true; fail after ``limit`` seconds."""
     with anyio.fail_after(limit):
         while not condition():
             await anyio.sleep(0.005)
 
 
-def until_sync(condition: Callable[[], object], limit: float = 5.0) -> None:
+def until_sync(condition: Callable[[], object], limit: float = BUSY) -> None:
     """The same without an event loop."""
     deadline = time.monotonic() + limit
     while not condition():

@@ -13,7 +13,7 @@ import pytest
 from tests.attached.hand import Hand
 from tests.helpers import until
 
-from anyengine import EngineDeadError, RestartPolicy, SamplingParams, open_engine_client
+from anyengine import EngineDeadError, RestartPolicy, SamplingParams, frames, open_engine_client
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -84,7 +84,12 @@ def ports() -> Iterator[tuple[int, Proxy]]:
         proxy.close()
 
 
-async def test_silence_of_the_network_is_a_loss_and_its_end_a_new_life(hand: Hand, ports: tuple[int, Proxy]) -> None:
+async def test_silence_of_the_network_is_a_loss_and_its_end_a_new_life(
+    hand: Hand, ports: tuple[int, Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the client's sockets only, and long enough for a busy machine.
+    monkeypatch.setattr(frames, "HEARTBEAT", 200)
+    monkeypatch.setattr(frames, "HEARTBEAT_LIMIT", 2000)
     port, proxy = ports
     engine = hand.start("--keys", str(hand.keys), connect=f"tcp://127.0.0.1:{proxy.port}")
     address, policy = f"tcp://127.0.0.1:{port}", RestartPolicy(limit=2, backoff=0)

