@@ -175,7 +175,7 @@ async def test_the_bodys_own_error_comes_out_bare(open_client: Opener) -> None:
 
 
 async def test_a_death_concerns_one_client_alone(open_client: Opener) -> None:
-    async with open_client() as other, open_client() as client:
+    async with open_client() as other, open_client(SLOW) as client:
         await die(client)
         with pytest.raises(EngineDeadError, match="boom-123"):
             await client.generate([0], FOREVER)

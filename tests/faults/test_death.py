@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -198,9 +199,9 @@ async def test_after_a_death_nothing_blocks_the_loop() -> None:
             except EngineDeadError:
                 pass
             slowest = max(slowest, time.perf_counter() - started)
-        assert slowest < 5
+        assert slowest < 2
         started = time.perf_counter()
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 5
 
 
 async def test_a_death_that_nobody_was_told_of_comes_out_of_the_block() -> None:
@@ -253,18 +254,21 @@ async def test_wait_dead_ends_a_task_group() -> None:
 
 
 async def test_a_thousand_waiters_are_told_in_time() -> None:
-    async with open_engine_client(scripted_spec(step_delay=0.05)) as client:
-        killed_at = 0.0
+    took: list[float] = []
+    # The promise is 50 ms, which the benchmark measures. Here is a wide margin, and a busy machine may try again.
+    while min(took, default=math.inf) >= 1:
+        assert len(took) < 3, took
+        async with open_engine_client(scripted_spec(step_delay=0.05)) as client:
+            killed_at = 0.0
 
-        async def kill() -> None:
-            nonlocal killed_at
-            killed_at = time.perf_counter()
-            os.kill(client.health().pid, signal.SIGKILL)
+            async def kill(pid: int = client.health().pid) -> None:
+                nonlocal killed_at
+                killed_at = time.perf_counter()
+                os.kill(pid, signal.SIGKILL)
 
-        errors = await collect_errors(client, streams=500, calls=500, kill=kill)
-        # The promise is 50 ms, which the benchmark measures; a busy machine gets a wide margin here.
-        assert time.perf_counter() - killed_at < 10
-        assert len(errors) == 1003
+            errors = await collect_errors(client, streams=500, calls=500, kill=kill)
+            took.append(time.perf_counter() - killed_at)
+            assert len(errors) == 1003
 
 
 async def test_grandchildren_go_with_a_killed_engine() -> None:

@@ -138,7 +138,7 @@ async def test_closing_with_much_unsent_is_quick() -> None:
         await until(lambda: client.health().state == "dead")
         with pytest.raises(Exception, match="SIGKILL"):
             await client.wait_dead()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 5
 
 
 def run_to_end(code: str, limit: float = 20, **arguments: Any) -> subprocess.CompletedProcess[str]:
