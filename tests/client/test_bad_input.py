@@ -24,8 +24,14 @@ from anyengine.testing import scripted_spec
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[EngineClient]:
+@pytest.fixture(scope="module", params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+async def client(anyio_backend: str) -> AsyncIterator[EngineClient]:
+    """One for all tests: what is wrong with a call or a request concerns that alone."""
     async with open_engine_client(scripted_spec(vocab_size=100, max_model_len=32)) as client:
         yield client
 
