@@ -107,10 +107,11 @@ async def test_a_request_cancelled_while_it_waits_is_never_run() -> None:
 
 async def test_five_thousand_live_requests_take_no_descriptors_or_threads() -> None:
     async with open_engine_client(scripted_spec(step_delay=0.05, max_num_seqs=10_000)) as client:
-        before = psutil.Process().num_fds(), threading.active_count()
+        before = psutil.Process().num_fds(), set(threading.enumerate())
         handles = [await client.add_request([0], SamplingParams(max_tokens=10**6)) for _ in range(5000)]
         assert client.statistics().live_requests == 5000
-        assert (psutil.Process().num_fds(), threading.active_count()) == before
+        assert psutil.Process().num_fds() == before[0]
+        assert set(threading.enumerate()) <= before[1]  # one that idled since an earlier test may end
         await client.abort_requests(handles)
         await until(lambda: client.statistics().aborting_requests == 0)
 

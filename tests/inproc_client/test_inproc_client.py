@@ -64,10 +64,10 @@ def test_each_output_is_one_step(client: InprocEngineClient) -> None:
 
 
 def test_no_thread_and_no_process(client: InprocEngineClient) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     client.add_request([1], THREE)
     run(client)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # one that idled since an earlier test may end
 
 
 def test_what_was_aborted_has_its_last_row_in_the_next_output(client: InprocEngineClient) -> None:
