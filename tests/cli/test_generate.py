@@ -24,7 +24,7 @@ __all__ = ["default_model_converted", "sandbox"]
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180), pytest.mark.usefixtures("default_model_converted")]
 
 STORY = "Once upon a time, in a village by the sea,"
-ENDS_WITHIN = 10.0
+ENDS_WITHIN = 5.0
 """Seconds that an interrupted program may take on a busy machine; on a quiet one it is a fraction of one."""
 
 RECITING = reciting_engine.CLI

@@ -36,6 +36,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
 FOREVER = SamplingParams(max_tokens=10_000_000)
 
+IN_TIME = 2.0
+"""Seconds: one is promised, and hundredths of it are usual."""
+
 
 async def collect_errors(client: EngineClient, streams: int, calls: int, kill: Any) -> list[EngineDeadError]:
     """Start waiters of every kind, run ``kill`` when all wait, and return what each of them got."""
@@ -110,11 +113,10 @@ async def test_every_waiter_gets_a_fresh_error_with_one_report() -> None:
         ("raise_in_step", ("boom-123",), "RuntimeError: boom-123"),
     ],
 )
-async def test_each_kind_of_death_is_named_at_once(method: str, args: tuple[Any, ...], expected: str) -> None:
+async def test_each_kind_of_death_is_named_in_time(method: str, args: tuple[Any, ...], expected: str) -> None:
     async with open_engine_client(scripted_spec(step_delay=0.001)) as client:
         pid = client.health().pid
-        # It is a second that is promised, on a machine that is not busy.
-        with anyio.fail_after(10), pytest.raises(EngineDeadError) as caught:
+        with anyio.fail_after(IN_TIME), pytest.raises(EngineDeadError) as caught:
             async with client.open_request([0], FOREVER) as request:
                 await anext(request)
                 with contextlib.suppress(EngineDeadError):
@@ -181,7 +183,7 @@ async def test_a_death_while_the_loop_is_blocked_is_told_afterwards(monkeypatch:
     async with open_engine_client(scripted_spec()) as client:
         os.kill(client.health().pid, signal.SIGKILL)
         time.sleep(0.5)
-        with anyio.fail_after(10), pytest.raises(EngineDeadError):
+        with anyio.fail_after(IN_TIME), pytest.raises(EngineDeadError):
             await client.call_utility("echo", 1)
     assert thread_errors == []
 
@@ -201,7 +203,7 @@ async def test_after_a_death_nothing_blocks_the_loop() -> None:
             slowest = max(slowest, time.perf_counter() - started)
         assert slowest < 2
         started = time.perf_counter()
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < IN_TIME
 
 
 async def test_a_death_that_nobody_was_told_of_comes_out_of_the_block() -> None:

@@ -105,7 +105,7 @@ async def test_draining_has_a_limit() -> None:
             await until(lambda: client.statistics().live_requests == 1)
             started = time.monotonic()
     assert reasons == ["abort"]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 5
 
 
 async def test_a_frozen_engine_is_ended_within_the_policy(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +115,7 @@ async def test_a_frozen_engine_is_ended_within_the_policy(caplog: pytest.LogCapt
         await client.call_utility("freeze", 60, True)
         await until(lambda: not client.health(timeout=0.5))
         started = time.monotonic()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 5
     assert not is_running(pid)
     assert "sending SIGTERM" in caplog.text
     assert "ignores SIGTERM" in caplog.text
@@ -138,7 +138,7 @@ async def test_closing_with_much_unsent_is_quick() -> None:
         await until(lambda: client.health().state == "dead")
         with pytest.raises(Exception, match="SIGKILL"):
             await client.wait_dead()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 2
 
 
 def run_to_end(code: str, limit: float = 20, **arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -330,7 +330,7 @@ def test_a_second_interrupt_ends_a_slow_close_at_once(anyio_backend: Any) -> Non
         started = time.monotonic()
         parent.send_signal(signal.SIGINT)
         parent.wait(timeout=10)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 3
     until_sync(lambda: not is_running(child), 3)
 
 

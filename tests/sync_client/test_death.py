@@ -55,7 +55,7 @@ def test_a_death_interrupts_every_blocked_call_with_an_error_of_its_own(open_scr
         for thread in threads:
             thread.join(30)
         assert set(told) == set(CALLS)
-        assert max(when for _, when in told.values()) - killed < 10
+        assert max(when for _, when in told.values()) - killed < 2  # a second is promised, and milliseconds are usual
         errors = [error for error, _ in told.values()]
         assert len({id(error) for error in errors}) == len(CALLS)
         assert all(error.report is errors[0].report for error in errors)
