@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from anyengine.brief import brief
 from anyengine.errors import AddressError
 
 LONGEST_PATH = 100
@@ -19,21 +20,21 @@ def check_address(address: object, *, keys: bool) -> str:
     :raises AddressError: if it is malformed, has port 0, is too long, or is TCP without keys
     """
     if not isinstance(address, str):
-        raise TypeError(f"address={address!r} ({type(address).__name__}): expected a string")
+        raise TypeError(f"address={brief(address)} ({type(address).__name__}): expected a string")
     scheme, separator, rest = address.partition("://")
     if scheme == "ipc" and separator:
         if not rest.startswith("/"):
-            raise AddressError(f"address={address!r}: expected an absolute path, ipc:///run/engine")
+            raise AddressError(f"address={brief(address)}: expected an absolute path, ipc:///run/engine")
         if len(os.fsencode(rest)) > LONGEST_PATH:
-            raise AddressError(f"address={address!r}: the path may have {LONGEST_PATH} bytes at most")
+            raise AddressError(f"address={brief(address)}: the path may have {LONGEST_PATH} bytes at most")
         return address
     if scheme != "tcp" or not separator:
-        raise AddressError(f"address={address!r}: expected tcp://HOST:PORT or ipc:///PATH")
+        raise AddressError(f"address={brief(address)}: expected tcp://HOST:PORT or ipc:///PATH")
     host, separator, port = rest.rpartition(":")
     if not separator or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise AddressError(f"address={address!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
+        raise AddressError(f"address={brief(address)}: expected tcp://HOST:PORT with a port from 1 to 65535")
     if not keys:
-        raise AddressError(f"address={address!r}: over TCP both sides need keys; `anyengine keys FILE` makes them")
+        raise AddressError(f"address={brief(address)}: over TCP both sides need keys; `anyengine keys FILE` makes them")
     return address
 
 

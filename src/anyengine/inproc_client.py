@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
 
+from anyengine.brief import brief
 from anyengine.client.checks import (
     check_features,
     check_handles,
@@ -47,7 +48,7 @@ class InprocEngineClient(BlockingEngineUtilities):
 
     def __init__(self, engine: EngineCore) -> None:
         if not isinstance(engine, EngineCore):
-            raise TypeError(f"engine={engine!r} ({type(engine).__name__}): expected an EngineCore object")
+            raise TypeError(f"engine={brief(engine)} ({type(engine).__name__}): expected an EngineCore object")
         engine.load(_report_nothing)
         self._live: set[int] = set()
         self._control = SchedulerControl(
@@ -118,7 +119,7 @@ class InprocEngineClient(BlockingEngineUtilities):
         checked = check_options(self.info, options, pooling)
         check_features(checked.features, tokens)
         if check_request_id(request_id) is not None and request_id in self._ids.values():
-            raise RequestError(f"request_id={request_id!r}: a live request has this id")
+            raise RequestError(f"request_id={brief(request_id)}: a live request has this id")
         handle = next(self._handles)
         request = engine_request(handle, tokens, prompt_embeds, sampling, checked)
         try:
@@ -188,10 +189,10 @@ class InprocEngineClient(BlockingEngineUtilities):
         :raises EngineClosedError: if the client is closed
         """
         if not isinstance(method, str):
-            raise TypeError(f"method={method!r} ({type(method).__name__}): expected a string")
+            raise TypeError(f"method={brief(method)} ({type(method).__name__}): expected a string")
         if timeout is not None:
             raise ValueError(
-                f"timeout={timeout!r}: a call of an in-process engine cannot be ended early; expected None"
+                f"timeout={brief(timeout)}: a call of an in-process engine cannot be ended early; expected None"
             )
         self._check_open()
         if method not in self.info.utilities:

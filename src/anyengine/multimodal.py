@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import compress, pairwise
 from typing import Any, Literal, cast
 
+from anyengine.brief import brief
 from anyengine.errors import RequestError
 from anyengine.types import U32_MAX
 
@@ -44,7 +45,7 @@ class MultiModalField:
         _require(isinstance(self.batching, str), "MultiModalField.batching", self.batching, "a string")
         if self.batching not in BATCHINGS:
             raise RequestError(
-                f"MultiModalField.batching={self.batching!r:.80}: expected one of {', '.join(BATCHINGS)}"
+                f"MultiModalField.batching={brief(self.batching)}: expected one of {', '.join(BATCHINGS)}"
             )
         _integer("MultiModalField.dim", self.dim, -_MAX_DIMENSIONS, _MAX_DIMENSIONS - 1)
         _require(isinstance(self.keep_on_cpu, bool), "MultiModalField.keep_on_cpu", self.keep_on_cpu, "a bool")
@@ -162,9 +163,9 @@ def _is_mask(value: Any) -> bool:
 def _integer(where: str, value: object, low: int, high: int) -> None:
     _require(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
     if not low <= cast("int", value) <= high:
-        raise RequestError(f"{where}={value!r}: expected {low} to {high}")
+        raise RequestError(f"{where}={brief(value)}: expected {low} to {high}")
 
 
 def _require(condition: bool, where: str, value: object, expected: str) -> None:
     if not condition:
-        raise TypeError(f"{where}={value!r:.80} ({type(value).__name__}): expected {expected}")
+        raise TypeError(f"{where}={brief(value)} ({type(value).__name__}): expected {expected}")

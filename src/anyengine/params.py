@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, cast
 
+from anyengine.brief import brief
 from anyengine.errors import RequestError
 from anyengine.multimodal import MultiModalFeature
 from anyengine.types import U32_MAX
@@ -206,7 +207,7 @@ def _integer(low: int, high: int) -> _Check:
     def check(where: str, value: Any) -> Any:
         _require(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
         if not low <= value <= high:
-            raise RequestError(f"{where}={value!r}: expected {low} to {high}")
+            raise RequestError(f"{where}={brief(value)}: expected {low} to {high}")
         return value
 
     return check
@@ -219,7 +220,7 @@ def _number(low: float, high: float, *, above: bool = False) -> _Check:
         if not inside or math.isinf(value):
             comparison = "above" if above else "at least"
             limit = "" if math.isinf(high) else f" and at most {high:g}"
-            raise RequestError(f"{where}={value!r}: expected {comparison} {low:g}{limit}")
+            raise RequestError(f"{where}={brief(value)}: expected {comparison} {low:g}{limit}")
         return value
 
     return check
@@ -312,7 +313,7 @@ def _is_list_of_strings(value: object) -> bool:
 
 def _require(condition: bool, where: str, value: object, expected: str) -> None:
     if not condition:
-        raise TypeError(f"{where}={value!r} ({type(value).__name__}): expected {expected}")
+        raise TypeError(f"{where}={brief(value)} ({type(value).__name__}): expected {expected}")
 
 
 _SAMPLING_DEFAULTS: Sequence[tuple[str, Any]] = [

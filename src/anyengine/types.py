@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from anyengine.brief import brief
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a request ended: a stop token or string, max_tokens or the model's length, its caller, or its own failure."""
 
@@ -36,7 +38,7 @@ class EngineSpec:
     def __post_init__(self) -> None:
         _require(isinstance(self.path, str), "path", self.path, "a string 'package.module:Class'")
         if not _PATH.fullmatch(self.path):
-            raise ValueError(f"EngineSpec.path={self.path!r}: expected the form 'package.module:Class'")
+            raise ValueError(f"EngineSpec.path={brief(self.path)}: expected the form 'package.module:Class'")
         _require(isinstance(self.arguments, Mapping), "arguments", self.arguments, "a mapping")
         for name in self.arguments:
             _require(isinstance(name, str), "arguments", name, "string keys")
@@ -44,7 +46,7 @@ class EngineSpec:
 
 def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise TypeError(f"EngineSpec.{name}={value!r} ({type(value).__name__}): expected {expected}")
+        raise TypeError(f"EngineSpec.{name}={brief(value)} ({type(value).__name__}): expected {expected}")
 
 
 TokenLogprobs = Mapping[int, float]

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from anyengine.brief import brief
 from anyengine.params import LoRARequest
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -300,5 +301,5 @@ class BlockingEngineUtilities(abc.ABC):
 
 def _as_mapping(lora_request: object) -> dict[str, Any]:
     if not isinstance(lora_request, LoRARequest):
-        raise TypeError(f"lora_request={lora_request!r:.80} ({type(lora_request).__name__}): expected a LoRARequest")
+        raise TypeError(f"lora_request={brief(lora_request)} ({type(lora_request).__name__}): expected a LoRARequest")
     return dataclasses.asdict(lora_request)

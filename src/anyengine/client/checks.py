@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from anyengine.brief import brief
 from anyengine.errors import RequestError
 from anyengine.multimodal import MultiModalFeature, check_places
 from anyengine.params import PoolingParams, RequestKeywords, RequestOptions, SamplingParams
@@ -27,11 +28,11 @@ def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[i
         _check_embeds(embeds, info)
         return None
     if isinstance(token_ids, str | bytes):
-        raise TypeError(f"prompt_token_ids={token_ids!r:.40}: expected token ids, not text; tokenize it first")
+        raise TypeError(f"prompt_token_ids={brief(token_ids)}: expected token ids, not text; tokenize it first")
     tolist = getattr(token_ids, "tolist", None)
     sequence = cast("Sequence[Any]", tolist() if callable(tolist) else token_ids)
     if not isinstance(sequence, Sequence):
-        raise TypeError(f"prompt_token_ids={token_ids!r:.40} ({type(token_ids).__name__}): expected token ids")
+        raise TypeError(f"prompt_token_ids={brief(token_ids)} ({type(token_ids).__name__}): expected token ids")
     if not len(sequence):
         raise RequestError("prompt_token_ids=[]: expected at least one token")
     try:
@@ -41,7 +42,7 @@ def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[i
         for index, token in enumerate(sequence):
             if not isinstance(token, int):
                 raise TypeError(
-                    f"prompt_token_ids[{index}]={token!r} ({type(token).__name__}): expected integers"
+                    f"prompt_token_ids[{index}]={brief(token)} ({type(token).__name__}): expected integers"
                 ) from None
             if not 0 <= token <= U32_MAX:
                 raise RequestError(f"prompt_token_ids[{index}]={token}: a token id is 0 to {U32_MAX}") from None
@@ -51,7 +52,7 @@ def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[i
 def _check_embeds(embeds: object, info: EngineInfo) -> None:
     if not is_array(embeds):
         raise TypeError(
-            f"prompt_embeds={embeds!r:.40} ({type(embeds).__name__}): expected a torch tensor or a numpy array"
+            f"prompt_embeds={brief(embeds)} ({type(embeds).__name__}): expected a torch tensor or a numpy array"
         )
     shape = tuple(cast("Any", embeds).shape)
     if len(shape) != 2 or 0 in shape:
@@ -67,12 +68,12 @@ def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
     :raises RequestError: if it asks for something that the engine does not support; the message names it
     """
     if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling_params={sampling!r:.80} ({type(sampling).__name__}): expected a SamplingParams")
+        raise TypeError(f"sampling_params={brief(sampling)} ({type(sampling).__name__}): expected a SamplingParams")
     for name, value in sampling.differences.items():
         if name not in info.sampling_parameters:
             supported = ", ".join(info.sampling_parameters)
             raise RequestError(
-                f"SamplingParams.{name}={value!r:.80}: engine {info.engine!r} does not support it; it supports "
+                f"SamplingParams.{name}={brief(value)}: engine {info.engine!r} does not support it; it supports "
                 f"{supported}"
             )
     return sampling
@@ -85,11 +86,12 @@ def check_pooling(pooling: object, info: EngineInfo) -> PoolingParams:
     :raises RequestError: if the engine does not support its task
     """
     if not isinstance(pooling, PoolingParams):
-        raise TypeError(f"pooling_params={pooling!r:.80} ({type(pooling).__name__}): expected a PoolingParams")
+        raise TypeError(f"pooling_params={brief(pooling)} ({type(pooling).__name__}): expected a PoolingParams")
     if pooling.task not in info.supported_tasks or pooling.task == "generate":
         supported = ", ".join(task for task in info.supported_tasks if task != "generate") or "none"
         raise RequestError(
-            f"PoolingParams.task={pooling.task!r}: engine {info.engine!r} has no such pooling task; it has {supported}"
+            f"PoolingParams.task={brief(pooling.task)}: engine {info.engine!r} has no such pooling task; "
+            f"it has {supported}"
         )
     return pooling
 
@@ -114,7 +116,7 @@ def check_options(info: EngineInfo, given: RequestKeywords, pooling: PoolingPara
         if name not in info.request_options and value != getattr(NO_OPTIONS, name):
             supported = ", ".join(info.request_options) or "no such option"
             raise RequestError(
-                f"{name}={value!r:.80}: engine {info.engine!r} does not support it; it supports {supported}"
+                f"{name}={brief(value)}: engine {info.engine!r} does not support it; it supports {supported}"
             )
     return options
 
@@ -148,11 +150,11 @@ def check_handles(handles: object) -> list[int]:
     :raises TypeError: if it is not an iterable of integers
     """
     if not isinstance(handles, Iterable) or isinstance(handles, str | bytes):
-        raise TypeError(f"handles={handles!r:.80} ({type(handles).__name__}): expected handles of add_request")
+        raise TypeError(f"handles={brief(handles)} ({type(handles).__name__}): expected handles of add_request")
     listed = list(cast("Iterable[Any]", handles))
     for handle in listed:
         if not isinstance(handle, int):
-            raise TypeError(f"handles holds {handle!r:.80} ({type(handle).__name__}): expected integers")
+            raise TypeError(f"handles holds {brief(handle)} ({type(handle).__name__}): expected integers")
     return listed
 
 
@@ -163,7 +165,7 @@ def check_request_id(request_id: object) -> str | None:
     :raises RequestError: if it is empty
     """
     if request_id is not None and not isinstance(request_id, str):
-        raise TypeError(f"request_id={request_id!r} ({type(request_id).__name__}): expected a string or None")
+        raise TypeError(f"request_id={brief(request_id)} ({type(request_id).__name__}): expected a string or None")
     if request_id == "":
         raise RequestError("request_id='': expected a string with at least one character, or None")
     return request_id
@@ -176,9 +178,9 @@ def check_count(name: str, value: object) -> None:
     :raises ValueError: if it is not above 0
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected an integer")
+        raise TypeError(f"{name}={brief(value)} ({type(value).__name__}): expected an integer")
     if value <= 0:
-        raise ValueError(f"{name}={value!r}: expected at least 1")
+        raise ValueError(f"{name}={brief(value)}: expected at least 1")
 
 
 def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
@@ -188,6 +190,6 @@ def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
     :raises ValueError: if it is not above 0, or with ``zero`` below 0
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a number of seconds")
+        raise TypeError(f"{name}={brief(value)} ({type(value).__name__}): expected a number of seconds")
     if value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{name}={value!r}: expected {'at least' if zero else 'more than'} 0 seconds")
+        raise ValueError(f"{name}={brief(value)}: expected {'at least' if zero else 'more than'} 0 seconds")

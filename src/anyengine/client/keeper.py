@@ -13,6 +13,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from anyengine.brief import brief
 from anyengine.client.checks import check_count, check_seconds
 from anyengine.client.services import show_new_output
 from anyengine.client.session import EngineSession
@@ -54,7 +55,7 @@ class RestartPolicy:
         check_seconds("RestartPolicy.window", self.window)
         check_seconds("RestartPolicy.backoff", self.backoff, zero=True)
         if self.while_down not in ("wait", "fail"):
-            raise ValueError(f"RestartPolicy.while_down={self.while_down!r}: expected 'wait' or 'fail'")
+            raise ValueError(f"RestartPolicy.while_down={brief(self.while_down)}: expected 'wait' or 'fail'")
 
 
 class EngineKeeper:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import zmq
 
 from anyengine.addresses import check_address
+from anyengine.brief import brief
 from anyengine.client.admission import WhenFull
 from anyengine.client.checks import check_count
 from anyengine.client.keeper import RestartPolicy
@@ -69,19 +70,21 @@ class ClientOptions:
             if getattr(self, name) is not None:
                 self._check_type(name, kind)
         if self.on_progress is not None and not callable(self.on_progress):
-            raise TypeError(f"on_progress={self.on_progress!r}: expected a callable of stage and fraction, or None")
+            raise TypeError(
+                f"on_progress={brief(self.on_progress)}: expected a callable of stage and fraction, or None"
+            )
         if inspect.iscoroutinefunction(self.on_progress):
-            raise TypeError(f"on_progress={self.on_progress!r}: expected a function that is not async")
+            raise TypeError(f"on_progress={brief(self.on_progress)}: expected a function that is not async")
 
     def _check_type(self, name: str, kind: type) -> None:
         value = getattr(self, name)
         if not isinstance(value, kind):
-            raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected a {kind.__name__}")
+            raise TypeError(f"{name}={brief(value)} ({type(value).__name__}): expected a {kind.__name__}")
 
     def _check_choice(self, name: str, *choices: str) -> None:
         value = getattr(self, name)
         if value not in choices:
-            raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
+            raise ValueError(f"{name}={brief(value)}: expected {' or '.join(map(repr, choices))}")
 
     def _check_combinations(self) -> None:
         own_process = self.placement == "process" and self.address is None
@@ -107,7 +110,7 @@ class ClientOptions:
         elif isinstance(spec, EngineSpec):
             packing.pack(spec.arguments, [], path="EngineSpec.arguments")
         else:
-            raise TypeError(f"spec={spec!r} ({type(spec).__name__}): expected an EngineSpec")
+            raise TypeError(f"spec={brief(spec)} ({type(spec).__name__}): expected an EngineSpec")
 
     @property
     def token(self) -> bytes | None:

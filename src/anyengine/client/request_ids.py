@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from anyengine.brief import brief
 from anyengine.errors import RequestError
 
 
@@ -18,7 +19,7 @@ class RequestIds:
     def check_free(self, request_id: str | None) -> None:
         """:raises RequestError: if a live request has this id"""
         if request_id in self._handles:
-            raise RequestError(f"request_id={request_id!r}: a live request has this id")
+            raise RequestError(f"request_id={brief(request_id)}: a live request has this id")
 
     def add(self, request_id: str, handle: int) -> None:
         """Give the request with this handle its name, which is free."""

@@ -13,6 +13,7 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
+from anyengine.brief import brief
 from anyengine.client.checks import check_seconds
 from anyengine.client.services import LAST_READ_SLICE, read_outputs, take_early_hello
 from anyengine.client.session import EngineSession
@@ -82,7 +83,7 @@ class ShutdownPolicy:
 
     def __post_init__(self) -> None:
         if self.mode not in ("abort", "drain"):
-            raise ValueError(f"ShutdownPolicy.mode={self.mode!r}: expected 'abort' or 'drain'")
+            raise ValueError(f"ShutdownPolicy.mode={brief(self.mode)}: expected 'abort' or 'drain'")
         for name in ("drain_limit", "grace", "terminate"):
             check_seconds(f"ShutdownPolicy.{name}", getattr(self, name), zero=True)
 

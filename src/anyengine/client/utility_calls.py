@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from anyengine.brief import brief
 from anyengine.client.checks import check_seconds
 from anyengine.client.session import HEALTH_TIMEOUT, EngineSession
 from anyengine.client.waiters import PendingCall
@@ -18,7 +19,7 @@ from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
 async def call_utility(session: EngineSession, method: str, args: Sequence[Any], timeout: float | None) -> Any:
     """Call a utility, after a restart that is under way; :meth:`EngineClient.call_utility` describes it."""
     if not isinstance(method, str):
-        raise TypeError(f"method={method!r} ({type(method).__name__}): expected a string")
+        raise TypeError(f"method={brief(method)} ({type(method).__name__}): expected a string")
     if timeout is None:
         return await _call(session, method, args)
     check_seconds("timeout", timeout)

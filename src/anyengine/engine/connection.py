@@ -12,6 +12,7 @@ import zmq
 
 from anyengine import frames
 from anyengine.addresses import seen_from_engine
+from anyengine.brief import brief
 from anyengine.engine.core import EngineRequest, engine_request
 from anyengine.engine.failures import describe_failure
 from anyengine.engine.lane import EngineLane
@@ -87,7 +88,9 @@ class ClientConnection:
             self.dealer.connect(bootstrap.address)
         except zmq.ZMQError as error:
             self.close()
-            raise AddressError(f"address={bootstrap.address!r} cannot be connected to: {error.strerror}") from error
+            raise AddressError(
+                f"address={brief(bootstrap.address)} cannot be connected to: {error.strerror}"
+            ) from error
         self.dealer.send_multipart(self.machine.hello(os.getpid()))
 
     def open_outputs(self, init: InitReceived) -> None:

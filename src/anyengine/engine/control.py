@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, get_args
 
+from anyengine.brief import brief
 from anyengine.engine.core import Deferred, EngineCore, EngineRequest, StepOutputs, can_sleep, utilities_of, utility
 from anyengine.engine.sleeping import Sleep
 from anyengine.types import EngineInfo
@@ -163,7 +164,7 @@ class SchedulerControl:
         :raises RuntimeError: if the requests to wait for cannot go on, or the cache could not be emptied
         """
         if not isinstance(clear_cache, bool):
-            raise TypeError(f"clear_cache={clear_cache!r} ({type(clear_cache).__name__}): expected a bool")
+            raise TypeError(f"clear_cache={brief(clear_cache)} ({type(clear_cache).__name__}): expected a bool")
         return self._pause(mode, clear_cache, level=0)
 
     @utility
@@ -210,7 +211,7 @@ class SchedulerControl:
 
     def _pause(self, mode: PauseMode, clear_cache: bool, level: int) -> Deferred | None:
         if mode not in get_args(PauseMode):
-            raise ValueError(f"mode={mode!r}: expected 'abort', 'wait' or 'keep'")
+            raise ValueError(f"mode={brief(mode)}: expected 'abort', 'wait' or 'keep'")
         if mode == "wait" and self.core.has_work():
             if self._sleep.asleep:
                 raise RuntimeError("mode='wait': the engine sleeps, so the requests that it kept cannot finish")

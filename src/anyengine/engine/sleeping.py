@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from anyengine.brief import brief
 from anyengine.engine.core import EngineCore
 
 PARTS = ("weights", "kv_cache")
@@ -29,7 +30,7 @@ class Sleep:
         :raises ValueError: if there is no such level, or the engine sleeps at another one, or in part
         """
         if not isinstance(level, int) or isinstance(level, bool):
-            raise TypeError(f"level={level!r} ({type(level).__name__}): expected 0, 1 or 2")
+            raise TypeError(f"level={brief(level)} ({type(level).__name__}): expected 0, 1 or 2")
         if not 0 <= level <= 2:
             raise ValueError(f"level={level}: expected 0, 1 or 2")
         if level and self.asleep:
@@ -69,7 +70,7 @@ class Sleep:
         parts = [part for part in self.asleep if part in wanted]
         left = [part for part in self.asleep if part not in wanted]
         if left and "scheduling" in wanted:
-            raise ValueError(f"tags={tags!r}: no steps can be made while {' and '.join(left)} would sleep on")
+            raise ValueError(f"tags={brief(tags)}: no steps can be made while {' and '.join(left)} would sleep on")
         if parts:
             self._core.wake_up(parts)
         self.asleep = left
@@ -78,11 +79,11 @@ class Sleep:
 def _check_tags(tags: object) -> Sequence[str]:
     expected = f"expected a list of {', '.join(map(repr, TAGS))}, or None for everything"
     if not isinstance(tags, list | tuple):
-        raise TypeError(f"tags={tags!r} ({type(tags).__name__}): {expected}")
+        raise TypeError(f"tags={brief(tags)} ({type(tags).__name__}): {expected}")
     listed = cast("Sequence[str]", tags)
     for tag in listed:
         if tag not in TAGS:
-            raise ValueError(f"tags={listed!r}: there is no {tag!r}; {expected}")
+            raise ValueError(f"tags={brief(listed)}: there is no {tag!r}; {expected}")
     if not listed:
-        raise ValueError(f"tags={listed!r}: {expected}")
+        raise ValueError(f"tags={brief(listed)}: {expected}")
     return listed

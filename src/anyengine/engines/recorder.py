@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anyengine.brief import brief
 from anyengine.engine.core import EngineCore, utility
 from anyengine.engine.loading import import_object
 
@@ -99,7 +100,9 @@ class RecordingUtilities(EngineCore):
         :raises AttributeError, ImportError: if there is no such method, function or module
         """
         if not isinstance(method, str):
-            raise TypeError(f"method={method!r} ({type(method).__name__}): expected a method's name or an import path")
+            raise TypeError(
+                f"method={brief(method)} ({type(method).__name__}): expected a method's name or an import path"
+            )
         worker: tuple[object, ...] = ()
         if _METHOD.fullmatch(method):
             function = getattr(self, method)
@@ -107,9 +110,11 @@ class RecordingUtilities(EngineCore):
             function = import_object(method)
             worker = (self,)
         else:
-            raise ValueError(f"method={method!r}: expected the name of a public method, or 'package.module:function'")
+            raise ValueError(
+                f"method={brief(method)}: expected the name of a public method, or 'package.module:function'"
+            )
         if not callable(function):
-            raise TypeError(f"method={method!r}: {type(function).__name__} cannot be called")
+            raise TypeError(f"method={brief(method)}: {type(function).__name__} cannot be called")
         return [function(*worker, *args, **(kwargs or {}))]
 
     # ---- adapters ----
@@ -122,7 +127,7 @@ class RecordingUtilities(EngineCore):
         """
         for name in ("lora_name", "lora_int_id", "lora_path"):
             if name not in lora_request:
-                raise ValueError(f"lora_request={dict(lora_request)!r}: {name} is missing")
+                raise ValueError(f"lora_request={brief(dict(lora_request))}: {name} is missing")
         number = lora_request["lora_int_id"]
         if number in self._loras:
             return False

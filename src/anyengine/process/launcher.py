@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from anyengine.brief import brief
 from anyengine.process.engine_process import EngineProcess
 from anyengine.process.lane import Lane, open_lane
 from anyengine.process.lifelines import close_lifeline, open_lifeline
@@ -34,9 +35,9 @@ class ProcessLauncher:
         for name in ("python", "module"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise TypeError(f"ProcessLauncher.{name}={value!r} ({type(value).__name__}): expected a string")
+                raise TypeError(f"ProcessLauncher.{name}={brief(value)} ({type(value).__name__}): expected a string")
         if not isinstance(self.environment, Mapping):
-            raise TypeError(f"ProcessLauncher.environment={self.environment!r}: expected a mapping of strings")
+            raise TypeError(f"ProcessLauncher.environment={brief(self.environment)}: expected a mapping of strings")
         for name, value in self.environment.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(f"ProcessLauncher.environment has {name!r}: {value!r}; expected strings")

@@ -14,6 +14,7 @@ import re
 import sys
 from typing import Any, Literal, cast
 
+from anyengine.brief import brief
 from anyengine.errors import ProtocolError
 
 INLINE_LIMIT = 64 * 1024
@@ -182,15 +183,15 @@ def from_wire(content: object, buffers: list[memoryview | None]) -> Any:
         raise ProtocolError("an array's tag holds [library, dtype, shape, data]")
     library, dtype, shape, data = cast("list[object]", content)
     if not isinstance(library, str) or library not in ("torch", "numpy"):
-        raise ProtocolError(f"array of unknown library {library!r:.80}")
+        raise ProtocolError(f"array of unknown library {brief(library)}")
     if not isinstance(dtype, str):
-        raise ProtocolError(f"array dtype {dtype!r:.80} is not a string")
+        raise ProtocolError(f"array dtype {brief(dtype)} is not a string")
     if not isinstance(shape, list | tuple) or len(cast("list[object]", shape)) > _MAX_DIMENSIONS:
-        raise ProtocolError(f"array shape {shape!r:.80} is not a list of at most {_MAX_DIMENSIONS} sizes")
+        raise ProtocolError(f"array shape {brief(shape)} is not a list of at most {_MAX_DIMENSIONS} sizes")
     sizes = tuple(cast("list[object]", shape))
     for size in sizes:
         if type(size) is not int or not 0 <= size < 2**63:
-            raise ProtocolError(f"array shape holds {size!r:.80}, which is not a size")
+            raise ProtocolError(f"array shape holds {brief(size)}, which is not a size")
     if type(data) is int:
         view = buffers[data] if 0 <= data < len(buffers) else None
         if view is None:
@@ -205,17 +206,17 @@ def from_wire(content: object, buffers: list[memoryview | None]) -> Any:
         return array.resolve()
     except Exception as error:  # too many dimensions for the library, or a dtype that this version does not have
         raise ProtocolError(
-            f"{library} makes no array of dtype {dtype} and shape {list(array.shape)!r:.80}: {error}"
+            f"{library} makes no array of dtype {dtype} and shape {brief(list(array.shape))}: {error}"
         ) from error
 
 
 def _itemsize(library: Library, dtype: str) -> int:
     if library == "torch":
         if dtype not in _TORCH_ITEMSIZE:
-            raise ProtocolError(f"unknown torch dtype {dtype!r:.80}")
+            raise ProtocolError(f"unknown torch dtype {brief(dtype)}")
         return _TORCH_ITEMSIZE[dtype]
     if not _NUMPY_DTYPE.fullmatch(dtype):
-        raise ProtocolError(f"unknown numpy dtype {dtype!r:.80}")
+        raise ProtocolError(f"unknown numpy dtype {brief(dtype)}")
     return int(dtype[2:])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from anyengine.brief import brief
 from anyengine.errors import ProtocolError
 from anyengine.types import U64_MAX
 
@@ -21,23 +22,23 @@ def expect_array(name: str, value: object, length: int) -> list[Any]:
 def expect_type(name: str, value: object, expected: type) -> None:
     """:raises ProtocolError: if ``value`` is not exactly an ``expected``"""
     if type(value) is not expected:
-        raise ProtocolError(f"{name} is {value!r:.80}, expected {expected.__name__}")
+        raise ProtocolError(f"{name} is {brief(value)}, expected {expected.__name__}")
 
 
 def expect_u64(name: str, value: object) -> None:
     """:raises ProtocolError: if ``value`` is not an unsigned number of 64 bits"""
     if type(value) is not int or not 0 <= value <= U64_MAX:
-        raise ProtocolError(f"{name} is {value!r:.80}, expected an unsigned number of 64 bits")
+        raise ProtocolError(f"{name} is {brief(value)}, expected an unsigned number of 64 bits")
 
 
 def expect_counts(name: str, *numbers: object) -> None:
     """:raises ProtocolError: if one of ``numbers``, which CBOR keeps within 64 bits, is not a number from 0 up"""
     for number in numbers:
         if type(number) is not int or number < 0:
-            raise ProtocolError(f"{name} has {number!r:.80} where an unsigned number belongs")
+            raise ProtocolError(f"{name} has {brief(number)} where an unsigned number belongs")
 
 
 def expect_u16(name: str, value: object) -> None:
     """:raises ProtocolError: if ``value`` is not an unsigned number of 16 bits"""
     if type(value) is not int or not 0 <= value < 2**16:
-        raise ProtocolError(f"{name} is {value!r:.80}, expected an unsigned number of 16 bits")
+        raise ProtocolError(f"{name} is {brief(value)}, expected an unsigned number of 16 bits")

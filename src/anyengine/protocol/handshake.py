@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple, cast
 
+from anyengine.brief import brief
 from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol import cbor, packing
 from anyengine.protocol.cbor import Buffers as Buffers
@@ -110,7 +111,7 @@ _INFO_TYPES: dict[str, tuple[type, ...]] = {
 def _problem(name: str, value: object) -> str | None:
     """What is wrong with a field of READY as it travels, if something is."""
     if type(value) not in _INFO_TYPES[name] or (type(value) is int and value < 0):
-        return f"{value!r:.80} is not {' or '.join(kind.__name__ for kind in _INFO_TYPES[name])}"
+        return f"{brief(value)} is not {' or '.join(kind.__name__ for kind in _INFO_TYPES[name])}"
     if type(value) is list and not all(type(entry) is str for entry in cast("list[object]", value)):
-        return f"{value!r:.80} holds something that is not a string"
+        return f"{brief(value)} holds something that is not a string"
     return None

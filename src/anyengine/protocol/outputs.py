@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from anyengine.brief import brief
 from anyengine.errors import ProtocolError, UnencodableError
 from anyengine.protocol import arrays, cbor, packing
 from anyengine.types import FinishReason, TokenLogprobs
@@ -209,7 +210,7 @@ def decode_details(wire: object) -> OutputDetails:
         return _ENDINGS[reason]
     for name, value in fields.items():
         if (problem := _problem(name, value)) is not None:
-            raise ProtocolError(f"the details of a row hold {name!r:.80}: {problem}")
+            raise ProtocolError(f"the details of a row hold {brief(name)}: {problem}")
         if name in _OPEN_DETAILS:
             cbor.expect_value(name, value)
     for name in ("logprobs", "prompt_logprobs"):
@@ -239,7 +240,7 @@ def _problem(name: str, value: object) -> str | None:
     if value is None or (accepted is not None and type(value) not in accepted):
         return f"unexpected {type(value).__name__}"
     if name == "finish_reason" and value not in FINISH_REASONS:
-        return f"{value!r:.80} is not one of {', '.join(FINISH_REASONS)}"
+        return f"{brief(value)} is not one of {', '.join(FINISH_REASONS)}"
     return None
 
 

@@ -5,13 +5,12 @@ Whatever decoding would refuse (:mod:`anyengine.protocol.cbor`) is refused here 
 
 from __future__ import annotations
 
-import dataclasses
-import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import cbor2
 
+from anyengine.brief import brief
 from anyengine.errors import UnencodableError
 from anyengine.protocol import arrays
 from anyengine.protocol.cbor import ARRAY_TAG, MAX_DEPTH, Buffer, encode_plain
@@ -84,7 +83,7 @@ def _pack(value: object, packing: _Packing, path: str, depth: int) -> Any:
         raise
     except Exception as error:
         # Code of the value's own class raised (a mapping's items(), a tensor's data); that is the value's fault.
-        problem = f"looking into this {_name(value)} raised {type(error).__name__}: {_show(error)}"
+        problem = f"looking into this {_name(value)} raised {type(error).__name__}: {brief(error)}"
         raise UnencodableError(path, problem) from error
 
 
@@ -103,8 +102,8 @@ def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any
         for key, item in mapping.items():
             name = key if type(key) is str or type(key) is int else _plain(key)
             if (type(name) is not str and type(name) is not int) or isinstance(key, bool):
-                raise UnencodableError(path, f"the key {_show(key)} ({_name(key)}) is neither a string nor an integer")
-            shown = _show(name)
+                raise UnencodableError(path, f"the key {brief(key)} ({_name(key)}) is neither a string nor an integer")
+            shown = brief(name)
             _pack(name, packing, f"{path} key {shown}", depth)
             packed[name] = _pack(item, packing, f"{path}[{shown}]", depth + 1)
         return packed
@@ -115,7 +114,7 @@ def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any
     except TypeError as error:
         raise UnencodableError(path, str(error)) from None
     if array is None:
-        raise UnencodableError(path, f"{_show(value)} of type {_name(value)} cannot travel{_hint(value)}")
+        raise UnencodableError(path, f"{brief(value)} of type {_name(value)} cannot travel{_hint(value)}")
     data: object
     if array.data.nbytes <= arrays.INLINE_LIMIT:
         data = bytes(array.data)
@@ -152,30 +151,6 @@ def _plain(value: object) -> int | float | str | bytes | None:
     if isinstance(value, bytes):
         return bytes.__bytes__(value)
     return None
-
-
-class _Repr(reprlib.Repr):
-    """The beginning of a value. Of what is in a container no more than that: the whole could take for ever."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 2
-
-    def repr_instance(self, x: Any, level: int) -> str:
-        kind = cast("type[object]", type(x))
-        if not isinstance(x, type) and (issubclass(kind, Collection) or dataclasses.is_dataclass(kind)):
-            return f"{kind.__name__}(...)"
-        return f"{x!r:.80}"
-
-
-_REPR = _Repr()
-
-
-def _show(value: object) -> str:
-    try:
-        return f"{value!r:.80}" if type(value) in _SCALARS else f"{_REPR.repr(value):.80}"
-    except Exception as error:
-        return f"(its repr raises {type(error).__name__})"
 
 
 def _name(value: object) -> str:

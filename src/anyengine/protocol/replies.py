@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from anyengine.brief import brief
 from anyengine.errors import CrashReport, ProtocolError, UnencodableError
 from anyengine.protocol import cbor, packing
 from anyengine.protocol.cbor import Buffers as Buffers
@@ -64,7 +65,7 @@ class Outputs(NamedTuple):
         rows: dict[int, OutputDetails] = {}
         for row, more in cast("dict[object, object]", details).items():
             if type(row) is not int:
-                raise ProtocolError(f"OUTPUTS has details of row {row!r:.80}")
+                raise ProtocolError(f"OUTPUTS has details of row {brief(row)}")
             rows[row] = decode_details(more)
         try:
             outputs = StepOutputs(
@@ -158,7 +159,7 @@ class Stats(NamedTuple):
     def encode(self) -> Frames:
         for name, figure in self.figures.items():
             if type(name) is not str or type(figure) not in (int, float):
-                raise UnencodableError("statistics", f"{name!r:.80}: {figure!r:.80} is not a name with a number")
+                raise UnencodableError("statistics", f"{brief(name)}: {brief(figure)} is not a name with a number")
         figures = packing.pack(self.figures, [], path="statistics")
         return [self.KIND, cbor.encode_plain([self.session, self.sequence, figures])]
 
@@ -169,7 +170,7 @@ class Stats(NamedTuple):
         expect_type("STATS figures", figures, dict)
         for name, figure in figures.items():
             if type(name) is not str or type(figure) not in (int, float):
-                raise ProtocolError(f"STATS has {name!r:.80}: {figure!r:.80}")
+                raise ProtocolError(f"STATS has {brief(name)}: {brief(figure)}")
         return cls(session, sequence, figures)
 
 

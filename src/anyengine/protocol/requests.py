@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from anyengine.brief import brief
 from anyengine.errors import ProtocolError, RequestError
 from anyengine.multimodal import check_places
 from anyengine.params import RequestOptions, SamplingParams
@@ -185,7 +186,7 @@ class Shutdown(NamedTuple):
     def decode(cls, body: bytes, buffers: Buffers) -> Shutdown:
         (mode,) = expect_array("SHUTDOWN", cbor.decode_plain(body), 1)
         if mode not in ("abort", "drain"):
-            raise ProtocolError(f"unknown shutdown mode {mode!r:.80}")
+            raise ProtocolError(f"unknown shutdown mode {brief(mode)}")
         return cls(mode)
 
 

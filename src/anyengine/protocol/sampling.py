@@ -6,6 +6,7 @@ import dataclasses
 from array import array
 from typing import Any, cast
 
+from anyengine.brief import brief
 from anyengine.errors import ProtocolError
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
 from anyengine.protocol import cbor, packing
@@ -48,7 +49,7 @@ def decode_sampling(wire: object) -> SamplingParams:
     fields = dict(cast("dict[str, Any]", wire))
     for name, value in fields.items():
         if value is None:
-            raise ProtocolError(f"ADD carries null for {name!r:.80}; what has its default value is left out")
+            raise ProtocolError(f"ADD carries null for {brief(name)}; what has its default value is left out")
     cbor.expect_value("ADD extra sampling parameters", fields.get("extra"))
     for name in ("stop_token_ids", "allowed_token_ids"):
         if name in fields:
@@ -66,7 +67,7 @@ def _decode_structured(wire: object) -> StructuredOutputs:
     fields = cast("dict[str, Any]", wire)
     for name, value in fields.items():
         if type(value) not in _STRUCTURED.get(name, ()):
-            raise ProtocolError(f"ADD structured_outputs has {name!r:.80}: {type(value).__name__}")
+            raise ProtocolError(f"ADD structured_outputs has {brief(name)}: {type(value).__name__}")
     cbor.expect_value("ADD structured_outputs", fields)
     if not all(type(choice) is str for choice in fields.get("choice", ())):
         raise ProtocolError("ADD structured_outputs has a choice that is not a string")

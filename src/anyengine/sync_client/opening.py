@@ -7,6 +7,7 @@ import os
 from types import TracebackType
 from typing import Literal
 
+from anyengine.brief import brief
 from anyengine.client.admission import WhenFull
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.keeper import RestartPolicy
@@ -55,9 +56,9 @@ def open_sync_engine_client(
     :raises ModuleNotFoundError: if ``backend="trio"`` and trio is not installed
     """
     if backend not in ("asyncio", "trio"):
-        raise ValueError(f"backend={backend!r}: expected 'asyncio' or 'trio'")
+        raise ValueError(f"backend={brief(backend)}: expected 'asyncio' or 'trio'")
     if importlib.util.find_spec(backend) is None:
-        raise ModuleNotFoundError(f"backend={backend!r}: install it with: pip install 'anyengine[{backend}]'")
+        raise ModuleNotFoundError(f"backend={brief(backend)}: install it with: pip install 'anyengine[{backend}]'")
     if on_death == "cancel":
         raise ValueError(
             "on_death='cancel': the body of a blocking client is a thread's code, which cannot be cancelled; with "

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, Unpack
 
 import anyio
 
+from anyengine.brief import brief
 from anyengine.client.checks import (
     check_count,
     check_handles,
@@ -206,7 +207,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         """
         check_count("max_concurrency", max_concurrency)
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
-            raise TypeError(f"prompts={prompts!r:.80} ({type(prompts).__name__}): expected an iterable of token ids")
+            raise TypeError(f"prompts={brief(prompts)} ({type(prompts).__name__}): expected an iterable of token ids")
         sampling = check_sampling(sampling_params, self.info)
         checked = check_options(self.info, options)
         if checked.features:

@@ -13,6 +13,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from anyengine.brief import brief
 from anyengine.errors import ModelError, RequestError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -56,22 +57,24 @@ class ChatTemplate:
 
     def _check(self, messages: object) -> Sequence[Mapping[str, Any]]:
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-            raise TypeError(f"messages={messages!r:.80} ({type(messages).__name__}): expected a list of messages")
+            raise TypeError(f"messages={brief(messages)} ({type(messages).__name__}): expected a list of messages")
         listed = cast("Sequence[Any]", messages)
         if not listed:
             raise RequestError("messages=[]: expected at least one message")
         for index, message in enumerate(listed):
             if not isinstance(message, Mapping):
                 kind = type(message).__name__
-                raise TypeError(f"messages[{index}]={message!r:.80} ({kind}): expected a mapping with role and content")
+                raise TypeError(
+                    f"messages[{index}]={brief(message)} ({kind}): expected a mapping with role and content"
+                )
             role = cast("Mapping[str, Any]", message).get("role")
             if not isinstance(role, str):
-                raise RequestError(f"messages[{index}] has the role {role!r:.80}: expected a string")
+                raise RequestError(f"messages[{index}] has the role {brief(role)}: expected a string")
             # Many templates print any role, so that a misspelt one would only be noticed in the answers. Some models
             # have roles of their own, and those stand in the template.
             if role not in _ROLES and f"'{role}'" not in self._source and f'"{role}"' not in self._source:
                 raise RequestError(
-                    f"messages[{index}] has the role {role!r:.80}: expected one of {', '.join(_ROLES)}, or one that "
+                    f"messages[{index}] has the role {brief(role)}: expected one of {', '.join(_ROLES)}, or one that "
                     "the model's chat template names"
                 )
         return listed

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from anyio import to_thread
 from tokenizers import Tokenizer
 
+from anyengine.brief import brief
 from anyengine.client.engine_client import EngineClient
 from anyengine.errors import ModelError, RequestError
 from anyengine.params import SamplingParams
@@ -96,7 +97,7 @@ class ModelText:
         :raises RequestError: if it holds half of a surrogate pair
         """
         if not isinstance(text, str):
-            raise TypeError(f"text={text!r:.80} ({type(text).__name__}): expected a string")
+            raise TypeError(f"text={brief(text)} ({type(text).__name__}): expected a string")
         try:
             if len(text) <= ENCODED_IN_PLACE:
                 return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -194,7 +195,9 @@ class ModelText:
         :raises ModelError: when it is entered, if messages are given and the model has no chat template
         """
         if not isinstance(client, EngineClient):
-            raise TypeError(f"client={client!r:.80}: expected an EngineClient; open_sync_stream takes the blocking one")
+            raise TypeError(
+                f"client={brief(client)}: expected an EngineClient; open_sync_stream takes the blocking one"
+            )
         return TextStream(client, TextRequest(self, prompt, sampling_params, **options))
 
     async def generate(
@@ -223,7 +226,7 @@ class ModelText:
         Parameters and errors as :meth:`open_stream`.
         """
         if not isinstance(client, SyncEngineClient):
-            raise TypeError(f"client={client!r:.80}: expected a SyncEngineClient; open_stream takes the async one")
+            raise TypeError(f"client={brief(client)}: expected a SyncEngineClient; open_stream takes the async one")
         return SyncTextStream(client, TextRequest(self, prompt, sampling_params, **options))
 
     def generate_sync(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
+from anyengine.brief import brief
 from anyengine.errors import RequestError
 
 
@@ -18,11 +19,11 @@ def check_stop(stop: object) -> tuple[str, ...]:
     if isinstance(stop, str):
         stop = (stop,)
     if not isinstance(stop, Sequence) or isinstance(stop, bytes | bytearray):
-        raise TypeError(f"stop={stop!r:.80} ({type(stop).__name__}): expected a string or a list of strings")
+        raise TypeError(f"stop={brief(stop)} ({type(stop).__name__}): expected a string or a list of strings")
     strings = tuple(cast("Sequence[Any]", stop))
     for index, string in enumerate(strings):
         if not isinstance(string, str):
-            raise TypeError(f"stop[{index}]={string!r:.80} ({type(string).__name__}): expected a string")
+            raise TypeError(f"stop[{index}]={brief(string)} ({type(string).__name__}): expected a string")
         if not string:
             raise RequestError(f"stop[{index}]='': expected at least one character")
     return strings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
+from anyengine.brief import brief
 from anyengine.client.checks import check_keywords
 from anyengine.errors import RequestError
 from anyengine.params import RequestKeywords, SamplingParams
@@ -68,7 +69,7 @@ class TextRequest:
             or not isinstance(prompt, Iterable)
             or (isinstance(first, str) and not isinstance(prompt, str))
         ):
-            raise TypeError(f"prompt={prompt!r:.80} ({type(prompt).__name__}): expected text, messages or token ids")
+            raise TypeError(f"prompt={brief(prompt)} ({type(prompt).__name__}): expected text, messages or token ids")
         if options.get("features") and (isinstance(prompt, str) or isinstance(first, Mapping)):
             raise TypeError("features: expected a prompt of token ids, in which they have their places")
         self.sampling = sampling
@@ -110,7 +111,7 @@ class TextRequest:
             return cast("list[int]", tolist() if callable(tolist) else list(self._prompt))
         token_ids = self._text.encode(self._prompt)
         if not token_ids:
-            raise RequestError(f"prompt={self._prompt!r}: expected text that has at least one token")
+            raise RequestError(f"prompt={brief(self._prompt)}: expected text that has at least one token")
         return token_ids
 
     def assembler(self, prompt_token_ids: Sequence[int]) -> TextAssembler:

@@ -12,6 +12,7 @@ import zmq
 
 from anyengine import frames
 from anyengine.addresses import outputs_address
+from anyengine.brief import brief
 from anyengine.errors import AddressError
 from anyengine.keys import ConnectionKeys
 from anyengine.protocol.bootstrap import CurveKeys
@@ -92,11 +93,11 @@ class Endpoints:
             raw.setsockopt(zmq.IPV6, 1)
             frames.notice_silence(raw)
         if self._attached and address.startswith("ipc:") and _somebody_listens(address.removeprefix("ipc://")):
-            raise AddressError(f"address={address!r} is in use: somebody listens there")
+            raise AddressError(f"address={brief(address)} is in use: somebody listens there")
         try:
             raw.bind(address)
         except zmq.ZMQError as error:
-            raise AddressError(f"address={address!r} cannot be bound on this machine: {error.strerror}") from error
+            raise AddressError(f"address={brief(address)} cannot be bound on this machine: {error.strerror}") from error
         return raw, raw.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close_sockets(self) -> None:

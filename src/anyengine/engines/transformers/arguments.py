@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anyengine.brief import brief
 from anyengine.engines.transformers.checkpoint import cache_directory
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ class EngineArguments:
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(_DTYPES)}")
+            raise ValueError(f"dtype={brief(self.dtype)}: expected one of {', '.join(_DTYPES)}")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device={self.device!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+            raise ValueError(f"device={brief(self.device)}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
         self._check_model()
         self._check_integer("max_num_seqs", 1)
         self._check_integer("block_size", 1)
@@ -60,7 +61,7 @@ class EngineArguments:
                 "but each running request takes a token in every step"
             )
         if self.profile_dir is not None and not (isinstance(self.profile_dir, str) and self.profile_dir):
-            raise TypeError(f"profile_dir={self.profile_dir!r}: expected a directory's path, or None")
+            raise TypeError(f"profile_dir={brief(self.profile_dir)}: expected a directory's path, or None")
 
     @property
     def directory(self) -> Path | None:
@@ -83,7 +84,7 @@ class EngineArguments:
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         elif name != "cpu" and not torch.cuda.is_available():
-            raise ValueError(f"device={name!r}: torch {torch.__version__} finds no CUDA device here")
+            raise ValueError(f"device={brief(name)}: torch {torch.__version__} finds no CUDA device here")
         return torch.device(name)
 
     def batched_tokens(self, device: torch.device) -> int:
@@ -128,19 +129,19 @@ class EngineArguments:
     def _check_integer(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if type(value) is not int:
-            raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected an integer")
+            raise TypeError(f"{name}={brief(value)} ({type(value).__name__}): expected an integer")
         if value < least:
             raise ValueError(f"{name}={value}: expected at least {least}")
 
     def _check_model(self) -> None:
         if not isinstance(self.model, str):
             kind = type(self.model).__name__
-            raise TypeError(f"model={self.model!r} ({kind}): expected a directory's path, or 'default'")
+            raise TypeError(f"model={brief(self.model)} ({kind}): expected a directory's path, or 'default'")
         directory = self.directory
         if directory is not None and not (directory / "config.json").is_file():
             what = "has no config.json" if directory.is_dir() else "is not a directory"
             raise FileNotFoundError(
-                f"model={self.model!r}: {directory} {what}; expected a directory with config.json, weights "
+                f"model={brief(self.model)}: {directory} {what}; expected a directory with config.json, weights "
                 "(*.safetensors) and tokenizer in Hugging Face's format, or 'default' for SmolLM2-135M-Instruct"
             )
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torch.profiler import profile, supported_activities
 
+from anyengine.brief import brief
+
 _SUFFIX = ".pt.trace.json.gz"
 
 
@@ -72,6 +74,6 @@ def _check_prefix(prefix: str | None) -> None:
     if prefix is None:
         return
     if not isinstance(prefix, str):
-        raise TypeError(f"profile_prefix={prefix!r} ({type(prefix).__name__}): expected a string, or None")
+        raise TypeError(f"profile_prefix={brief(prefix)} ({type(prefix).__name__}): expected a string, or None")
     if "/" in prefix or "\0" in prefix:
-        raise ValueError(f"profile_prefix={prefix!r}: expected the beginning of a file's name, not a path")
+        raise ValueError(f"profile_prefix={brief(prefix)}: expected the beginning of a file's name, not a path")

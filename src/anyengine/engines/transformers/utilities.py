@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from anyengine.brief import brief
 from anyengine.engine.core import EngineCore, utility
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class WorkerUtilities(EngineCore):
 
         if timeout is not None:
             raise ValueError(
-                f"timeout={timeout!r}: the worker runs in the engine's own thread, where nothing can interrupt it; "
+                f"timeout={brief(timeout)}: the worker runs in the engine's thread, where nothing can interrupt it; "
                 "pass None, and to wait no longer than that use call_utility with a timeout"
             )
         return [call_worker(self._worker, method, args, {} if kwargs is None else kwargs)]
@@ -68,7 +69,7 @@ class WorkerUtilities(EngineCore):
         :raises OSError: if the trace cannot be written
         """
         if not isinstance(is_start, bool):
-            raise TypeError(f"is_start={is_start!r} ({type(is_start).__name__}): expected a bool")
+            raise TypeError(f"is_start={brief(is_start)} ({type(is_start).__name__}): expected a bool")
         if is_start:
             self._profiler.start(profile_prefix)
             return None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
+from anyengine.brief import brief
 from anyengine.engine.loading import import_object
 from anyengine.engines.transformers.kv_cache import KVCache
 from anyengine.engines.transformers.model import CausalModel
@@ -66,15 +67,15 @@ class Worker:
         if not self._causal_model.is_resident:
             raise RuntimeError('save_sharded_state: the weights sleep; wake_up(["weights"]) first')
         if not isinstance(path, str) or not path:
-            raise TypeError(f"path={path!r}: expected a directory's path")
+            raise TypeError(f"path={brief(path)}: expected a directory's path")
         if max_size is not None and type(max_size) is not int:
-            raise TypeError(f"max_size={max_size!r}: expected a number of bytes, or None")
+            raise TypeError(f"max_size={brief(max_size)}: expected a number of bytes, or None")
         if max_size is not None and max_size < 1:
             raise ValueError(f"max_size={max_size}: expected at least 1 byte")
         pattern = _SHARD_PATTERN if pattern is None else pattern
         names = [self._shard_name(pattern, part) for part in (0, 1)]
         if max_size is not None and names[0] == names[1]:
-            raise ValueError(f"pattern={pattern!r}: files of several parts need {{part}}")
+            raise ValueError(f"pattern={brief(pattern)}: files of several parts need {{part}}")
         directory = Path(path).absolute()
         if (directory / names[0]).exists():
             raise FileExistsError(f"{directory / names[0]} exists; take another directory")
@@ -86,13 +87,15 @@ class Worker:
 
     def _shard_name(self, pattern: str, part: int) -> str:
         if not isinstance(pattern, str):
-            raise TypeError(f"pattern={pattern!r}: expected a string")
+            raise TypeError(f"pattern={brief(pattern)}: expected a string")
         try:
             name = pattern.format(rank=self.rank, part=part)
         except (AttributeError, LookupError, ValueError) as error:
-            raise ValueError(f"pattern={pattern!r}: expected a file's name made from {{rank}} and {{part}}") from error
+            raise ValueError(
+                f"pattern={brief(pattern)}: expected a file's name made from {{rank}} and {{part}}"
+            ) from error
         if not name or "/" in name:
-            raise ValueError(f"pattern={pattern!r}: expected the name of a file, not of a path")
+            raise ValueError(f"pattern={brief(pattern)}: expected the name of a file, not of a path")
         return name
 
 
@@ -105,18 +108,20 @@ def call_worker(worker: Worker, method: str, args: Sequence[Any], kwargs: Mappin
     :raises ImportError: if there is no such module
     """
     if not isinstance(method, str):
-        raise TypeError(f"method={method!r} ({type(method).__name__}): expected a method's name or an import path")
+        raise TypeError(f"method={brief(method)} ({type(method).__name__}): expected a method's name or an import path")
     if _METHOD.fullmatch(method):
         function = getattr(worker, method, None)
         if not inspect.ismethod(function):
             names = [name for name, _ in inspect.getmembers(Worker, inspect.isfunction) if _METHOD.fullmatch(name)]
-            raise AttributeError(f"method={method!r}: the worker's methods are {', '.join(names)}")
+            raise AttributeError(f"method={brief(method)}: the worker's methods are {', '.join(names)}")
         return function(*args, **kwargs)
     if not _FUNCTION.fullmatch(method):
-        raise ValueError(f"method={method!r}: expected the name of a worker's method, or 'package.module:function'")
+        raise ValueError(
+            f"method={brief(method)}: expected the name of a worker's method, or 'package.module:function'"
+        )
     function = import_object(method)
     if not callable(function):
-        raise TypeError(f"method={method!r}: {type(function).__name__} cannot be called")
+        raise TypeError(f"method={brief(method)}: {type(function).__name__} cannot be called")
     return function(worker, *args, **kwargs)
 
 

@@ -14,6 +14,7 @@ import anyio
 from anyio import to_thread
 from anyio.lowlevel import RunVar
 
+from anyengine.brief import brief
 from anyengine.engines.vllm.features import features_of
 from anyengine.engines.vllm.installed import check_arguments, find, require
 from anyengine.engines.vllm.parameters import engine_args
@@ -91,7 +92,7 @@ class VllmInputs:
         :raises RequestError: if vLLM refuses it
         """
         if not isinstance(prompt, Mapping):
-            raise TypeError(f"prompt={prompt!r:.80} ({type(prompt).__name__}): expected a mapping, as vLLM takes it")
+            raise TypeError(f"prompt={brief(prompt)} ({type(prompt).__name__}): expected a mapping, as vLLM takes it")
         with self._lock:
             try:
                 parsed = find("vllm.renderers.inputs.preprocess:parse_model_prompt")(self._model_config, dict(prompt))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from anyengine.brief import brief
 from anyengine.engines.vllm.installed import find
 
 _OTHERS = {
@@ -72,7 +73,7 @@ def take_rank(arguments: Mapping[str, Any]) -> tuple[Rank, Mapping[str, Any]]:
     """
     for name, default in _OTHERS.items():
         if (value := arguments.get(name, default)) != default and value is not None:
-            raise ValueError(f"{name}={value!r}: an engine is one rank; say which by data_parallel_rank")
+            raise ValueError(f"{name}={brief(value)}: an engine is one rank; say which by data_parallel_rank")
     size = _integer(arguments, "data_parallel_size", 1)
     number: object = arguments.get("data_parallel_rank")
     if number is None:
@@ -83,7 +84,7 @@ def take_rank(arguments: Mapping[str, Any]) -> tuple[Rank, Mapping[str, Any]]:
             )
         return Rank(), arguments
     if "data_parallel_size" not in arguments:
-        raise ValueError(f"data_parallel_rank={number!r}: say of how many by data_parallel_size")
+        raise ValueError(f"data_parallel_rank={brief(number)}: say of how many by data_parallel_size")
     number = _integer(arguments, "data_parallel_rank", 0, size - 1)
     local_size = _integer({"data_parallel_size_local": size, **arguments}, "data_parallel_size_local", 1, size)
     taken = ("data_parallel_rank", "data_parallel_external_lb")
@@ -94,5 +95,5 @@ def _integer(arguments: Mapping[str, Any], name: str, least: int, most: int | No
     value = arguments.get(name, least)
     if type(value) is not int or value < least or (most is not None and value > most):
         limits = f"{least} or more" if most is None else f"{least} to {most}" if least < most else f"{least}"
-        raise ValueError(f"{name}={value!r}: expected {limits}")
+        raise ValueError(f"{name}={brief(value)}: expected {limits}")
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anyengine.brief import brief
 from anyengine.engine.core import EngineCore, utility
 from anyengine.engine.loading import import_object
 from anyengine.engines.vllm import internals
@@ -95,8 +96,9 @@ class VllmUtilities(EngineCore):
         """
         if timeout is not None:
             raise ValueError(
-                f"timeout={timeout!r}: vLLM cannot take a call back from its workers, and would take the late answer "
-                "for that of the next call; pass None, and to wait no longer than that use call_utility with a timeout"
+                f"timeout={brief(timeout)}: vLLM cannot take a call back from its workers, and would take the late "
+                "answer for that of the next call; pass None, and to wait no longer than that use call_utility with a "
+                "timeout"
             )
         target = import_object(method) if ":" in method else method
         return self._vllm.core.collective_rpc(target, None, tuple(args), dict(kwargs or {}))
