@@ -26,7 +26,25 @@ def over_and_over() -> list[Any]:
     return value
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, "text", b"bytes", ["a", 1], {"a": [1]}, int, "x" * 200])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        2.5,
+        "text",
+        b"bytes",
+        ["a", 1],
+        {"a": [1]},
+        int,
+        "x" * 200,
+        {3},
+        set(),
+        frozenset({3}),
+        {},
+        {"a": {"b": {}}},
+    ],
+)
 def test_what_is_small_is_shown_whole(value: object) -> None:
     assert brief(value) == repr(value)
 
@@ -38,6 +56,9 @@ def test_what_is_small_is_shown_whole(value: object) -> None:
         b"x" * 10**8,
         [10**50] * 10**6,
         dict.fromkeys(range(10**6), "x" * 1000),
+        set(map(str, range(10**6))),
+        frozenset(map(str, range(10**6))),
+        dict.fromkeys(map(str, range(10**6))),
         over_and_over(),
         numpy.zeros(10**6),
         torch.zeros(10**6),

@@ -6,8 +6,9 @@ Imports only the standard library, since both processes use it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
 _LIMIT = 200
@@ -39,6 +40,27 @@ class _Repr(reprlib.Repr):
         return repr(x) if len(x) <= _LIMIT else f"{x[:_LIMIT]!r}..."
 
     repr_bytes = repr_str
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        shown = (f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in self._first(x))
+        return self._between("{", shown, "}", x, level)
+
+    def repr_set(self, x: set[Any] | frozenset[Any], level: int) -> str:
+        shown = (self.repr1(item, level - 1) for item in self._first(x))
+        return self._between("{", shown, "}", x, level) if x else "set()"
+
+    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
+        return f"frozenset({self.repr_set(x, level)})" if x else "frozenset()"
+
+    def _first(self, items: Collection[Any]) -> Iterator[Any]:
+        # As they come: reprlib would sort all of them.
+        return itertools.islice(items, self.maxdict)
+
+    def _between(self, left: str, shown: Iterable[str], right: str, whole: Collection[Any], level: int) -> str:
+        if whole and level <= 0:
+            return f"{left}...{right}"
+        more = ", ..." if len(whole) > self.maxdict else ""
+        return f"{left}{', '.join(shown)}{more}{right}"
 
     def repr_instance(self, x: Any, level: int) -> str:
         kind = cast("type[object]", type(x))

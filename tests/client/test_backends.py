@@ -29,6 +29,21 @@ RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 }
 
 
+async def trio_within() -> None:
+    """As a cell of a notebook does, which is a task of asyncio."""
+    trio.run(serve_a_little)
+
+
+async def serve_a_little() -> None:
+    async with open_engine_client(scripted_spec()) as client:
+        assert (await client.generate([1], SamplingParams(max_tokens=3))).token_ids == [2, 3, 4]
+        assert await client.call_utility("echo", 1) == 1
+
+
+def test_trio_in_a_task_of_asyncio() -> None:
+    asyncio.run(trio_within())
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_streams_calls_cancellation_and_death(runner: str) -> None:
     told: list[str] = []

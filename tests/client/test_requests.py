@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 
 import anyio
@@ -12,6 +14,7 @@ from tests.helpers import until
 from anyengine import (
     EngineClient,
     EngineClosedError,
+    EngineDeadError,
     RequestError,
     SamplingParams,
     ShutdownPolicy,
@@ -294,3 +297,66 @@ async def test_a_long_prompt_travels_whole() -> None:
         assert completion.token_ids == [prompt[-1] + 1, prompt[-1] + 2]
         assert nothing_runs(client)
     # pyzmq's collector thread, which large frames start, ended with the client: leaves_nothing looks
+
+
+async def test_a_completion_that_is_given_up_leaves_the_stream_as_it_was() -> None:
+    async with (
+        open_engine_client(scripted_spec(step_delay=0.01)) as client,
+        client.open_request([0], SamplingParams(max_tokens=10_000)) as request,
+    ):
+        with anyio.move_on_after(0.05):
+            await request.completion()
+        tokens = (await anext(request)).token_ids + (await anext(request)).token_ids
+        assert tokens == list(range(1, len(tokens) + 1))
+        assert len(tokens) < 10_000
+
+
+async def test_tokens_come_before_the_error_though_a_completion_was_given_up() -> None:
+    tokens: list[int] = []
+    async with open_engine_client(scripted_spec(step_delay=0.01)) as client:
+        async with client.open_request([0], SamplingParams(max_tokens=10_000)) as request:
+            with anyio.move_on_after(0.1):
+                await request.completion()
+            os.kill(client.health().pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await client.wait_dead()
+            with pytest.raises(EngineDeadError):
+                await request.completion()
+            with pytest.raises(EngineDeadError):
+                async for output in request:
+                    tokens += output.token_ids
+    assert tokens
+    assert tokens == list(range(1, len(tokens) + 1))
+
+
+async def test_two_tasks_that_enter_one_request_send_it_once() -> None:
+    refused: list[EngineClosedError] = []
+    async with open_engine_client(scripted_spec(), max_requests=1, when_full="wait") as client:
+        handle = await client.add_request([0], SamplingParams(max_tokens=10**6))
+        request = client.open_request([1], SamplingParams(max_tokens=10**6))
+
+        async def enter() -> None:
+            try:
+                await request.__aenter__()
+            except EngineClosedError as error:
+                refused.append(error)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(enter)
+            group.start_soon(enter)
+            await until(lambda: client.statistics().waiting_requests == 1 and refused)
+            await client.abort_requests([handle])
+        assert len(refused) == 1
+        await request.__aexit__(None, None, None)
+        await until(lambda: client.statistics().live_requests == 0)
+
+
+async def test_a_request_whose_entering_was_cancelled_can_be_entered_again() -> None:
+    async with open_engine_client(scripted_spec(), max_requests=1, when_full="wait") as client:
+        handle = await client.add_request([0], SamplingParams(max_tokens=10**6))
+        request = client.open_request([1], SamplingParams(max_tokens=1))
+        with anyio.move_on_after(0.05):
+            await request.__aenter__()
+        await client.abort_requests([handle])
+        async with request:
+            assert (await request.completion()).token_ids == [2]

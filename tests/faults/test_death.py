@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy
 import pytest
 from tests.helpers import is_running, until
 
@@ -537,3 +538,34 @@ async def test_requests_that_ended_before_the_death_get_their_end(monkeypatch: p
                 os.kill(client.health().pid, signal.SIGKILL)
     assert len(completions) == 100
     assert all(completion.finish_reason == "length" for completion in completions)
+
+
+@pytest.mark.parametrize("what", ["call", "generate", "add"])
+async def test_who_comes_while_an_engine_that_cannot_be_killed_is_given_up_is_told_of_its_end(what: str) -> None:
+    async with open_engine_client(scripted_spec(step_delay=0.01), placement="thread") as client:
+        client._session.link.fail("a message was lost")
+        with anyio.fail_after(IN_TIME), pytest.raises(EngineDeadError, match="a message was lost"):
+            await {"call": client.is_sleeping, "generate": client.generate, "add": client.add_request}[what](
+                *([] if what == "call" else [[1]])
+            )
+
+
+async def test_who_stages_a_large_tensor_is_told_of_a_death_before_it_is_copied() -> None:
+    big = numpy.ones(2**28, numpy.uint8)
+    told: list[float] = []
+
+    async def call(client: EngineClient) -> None:
+        with pytest.raises(EngineDeadError):
+            await client.call_utility("echo", *[big] * 20)
+        told.append(time.perf_counter())
+
+    async with open_engine_client(scripted_spec()) as client, anyio.create_task_group() as group:
+        group.start_soon(call, client)
+        lane = client._session.link.lane
+        assert lane is not None
+        await until(lambda: client._session._stagings)
+        os.kill(client.health().pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await client.wait_dead()
+        dead = time.perf_counter()
+    assert told[0] - dead < 0.5  # the copies take seconds

@@ -10,6 +10,7 @@ import enum
 import fractions
 import pathlib
 import signal
+import time
 import uuid
 from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -380,3 +381,34 @@ def test_one_thing_that_cannot_travel_anywhere_refuses_the_whole(value: Any, nam
 def test_printable_text_is_left_alone() -> None:
     assert cbor.printable("text \u00e9 \U0001f600 \\udc80") == "text \u00e9 \U0001f600 \\udc80"
     assert cbor.printable("a\udc80b") == "a\\udc80b"
+
+
+def test_two_keys_that_arrive_as_one_are_refused() -> None:
+    class Own(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        __hash__ = object.__hash__
+
+    with pytest.raises(UnencodableError, match="two of its keys are 'a'"):
+        packing.encode({Own("a"): 1, Own("a"): 2}, [], path="result")
+
+
+@pytest.mark.parametrize(
+    "items", [[7] * 10**6, ["a word"] * 10**6, [0.5, None, True, b"x"] * 250_000], ids=["int", "str", "mixed"]
+)
+def test_long_lists_of_scalars_are_not_looked_at_one_by_one(items: list[Any]) -> None:
+    started = time.thread_time()
+    assert packing.pack(items, [], path="result") == items
+    assert time.thread_time() - started < 0.3
+
+
+@pytest.mark.parametrize("odd", [2**64, -(2**63) - 1, "\ud800", object(), 2**5000], ids=lambda odd: type(odd).__name__)
+def test_what_cannot_travel_is_found_among_many(odd: object) -> None:
+    items: list[Any] = [type(odd)(1) if type(odd) is int else "a"] * 1000
+    items[500] = odd
+    with pytest.raises(UnencodableError) as caught:
+        packing.encode(items, [], path="result")
+    assert caught.value.path == "result[500]"

@@ -18,6 +18,7 @@ from tests.sync_client.test_calls import FOREVER, nothing_runs
 
 from anyengine import EngineClosedError, SamplingParams, ShutdownPolicy, SyncEngineClient
 from anyengine.sync_client.handover import StepHandover
+from anyengine.sync_client.loop_handle import LoopHandle
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -250,3 +251,18 @@ def test_a_script_that_is_interrupted_exits_as_python_does() -> None:
     assert process.returncode == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert not is_running(pid)
+
+
+def test_what_follows_an_interrupt_is_posted_though_others_come() -> None:
+    handle = LoopHandle("asyncio")
+    posted: list[object] = []
+    interrupts: list[BaseException] = [KeyboardInterrupt(), SystemExit(143), TimeoutError()]
+
+    def run_soon(function: object) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        posted.append(function)
+
+    handle._run_soon = run_soon
+    handle.post_surely(read_all)
+    assert posted == [read_all]

@@ -103,3 +103,30 @@ def test_tcp_is_loopback_only_and_a_peer_without_the_key_is_not_heard() -> None:
     finally:
         context.destroy(linger=0)
         close(endpoints)
+
+
+def test_without_descriptors_it_is_an_error_and_not_the_end_of_the_process() -> None:
+    code = """
+import os, resource
+from anyengine.transport.endpoints import Endpoints
+
+
+def limit(descriptors):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+Endpoints("ipc").close_sockets()
+for left in range(24):
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    limit(lowest + left)
+    try:
+        Endpoints("ipc").close_sockets()
+    except OSError as error:
+        print(left, error.strerror)
+    limit(soft)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stderr
+    shown = result.stdout.splitlines()
+    assert shown[:10] == [f"{left} Too many open files" for left in range(10)]

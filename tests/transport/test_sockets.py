@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
 import threading
 import time
@@ -13,7 +15,7 @@ import pytest
 import zmq
 from zmq.utils.garbage import gc as collector
 
-from anyengine.transport.sockets import Socket
+from anyengine.transport.sockets import Socket, _CallbackReader
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -332,3 +334,40 @@ async def test_a_hundred_idle_sockets_take_no_threads_and_no_second_descriptor(c
         group.cancel_scope.cancel()
     for socket in sockets:
         socket.close()
+
+
+async def test_waking_has_what_drains_called_again_though_no_message_waits(context: zmq.Context[Any]) -> None:
+    socket, _ = pair(context, zmq.PULL, zmq.PUSH)
+    turns = 0
+
+    def drain() -> bool:
+        nonlocal turns
+        turns += 1
+        while socket.receive_nowait() is not None:
+            pass
+        return False
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(socket.serve, drain)
+        await anyio.wait_all_tasks_blocked()
+        for _ in range(3):
+            before = turns
+            socket.wake()
+            await anyio.wait_all_tasks_blocked()
+            assert turns > before
+        group.cancel_scope.cancel()
+    socket.close()
+    assert turns >= 3
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_reader_that_was_closed_leaves_alone_who_has_its_descriptor_next(anyio_backend: Any) -> None:
+    descriptor, writer = os.pipe()
+    reader = _CallbackReader(descriptor, lambda: False)
+    reader.close()  # with the socket; the task that waited does it again when it has its turn
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, lambda: None)
+    reader.close()
+    assert loop.remove_reader(descriptor)
+    os.close(descriptor)
+    os.close(writer)

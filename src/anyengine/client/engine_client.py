@@ -57,6 +57,7 @@ class EngineClient(EngineUtilities):
         no step for as long. That is not death: a long step or a stopped process may go on. The engine is asked twice a
         second, so an answer is that much older than the truth at most.
 
+        :raises TypeError: if ``timeout`` is not a number
         :raises ValueError: if ``timeout`` is not a positive number
         """
         check_seconds("timeout", timeout)
@@ -108,6 +109,7 @@ class EngineClient(EngineUtilities):
             time that it waits in the engine counts
         :param options: what else the request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type
+        :raises ValueError: if ``stall_limit`` is not a positive number
         :raises RequestError: if the prompt is empty or holds an impossible token id, if a feature has no place in it,
             if a live request has the same id, or if the engine does not support a sampling parameter or an option
         :raises TooManyRequestsError: if the client has ``max_requests`` live requests and ``when_full="refuse"``
@@ -237,6 +239,8 @@ class EngineClient(EngineUtilities):
         what the engine keeps of that changes with it.
 
         :param timeout: seconds to wait for the answer; None waits as long as the engine lives
+        :raises TypeError: if ``method`` is not a string or ``timeout`` not a number
+        :raises ValueError: if ``timeout`` is not a positive number
         :raises UtilityError: if the engine has no such utility, or the utility raised
         :raises UtilityTimeoutError: if no answer came in time
         :raises UnencodableError: if an argument cannot travel

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
-from anyengine.client.waiters import ErrorFactory
+from anyengine.client.waiters import CHECK_EVERY, ErrorFactory
 from anyengine.errors import EngineClosedError, RequestError, RequestStalledError
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails
@@ -41,6 +41,7 @@ class RequestStream:
         "_arrival",
         "_details",
         "_embeds",
+        "_entered",
         "_error",
         "_finish",
         "_handle",
@@ -52,6 +53,7 @@ class RequestStream:
         "_stall_limit",
         "_token_ids",
         "_tokens",
+        "_unchecked",
         "_wakes_early",
         "_whole",
         "request_id",
@@ -76,6 +78,7 @@ class RequestStream:
         self._whole = False  # the reader wants all of it in one piece
         self._stall_limit = stall_limit
         self._wakes_early = True  # before the end of the request
+        self._entered = False
         self._handle: int | None = None
         self._tokens: list[int] = []
         self._details: list[OutputDetails] = []
@@ -83,6 +86,7 @@ class RequestStream:
         self._error: ErrorFactory | None = None
         self._arrival: Wakeup | None = None
         self._parked = False  # the reader waits, and nothing has come that wakes it
+        self._unchecked = 0
         self._released: anyio.Event | None = None
 
     # ---- for the client's reader ----
@@ -144,14 +148,19 @@ class RequestStream:
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed, or this request was sent before
         """
-        if self._handle is not None:
+        if self._entered:
             raise EngineClosedError("a request can be sent once; call open_request again")
-        await checkpoint_if_cancelled()
-        self._embeds, self._options = await self._session.admit(self._embeds, self._options)
-        prompts = None if self._token_ids is None else [self._token_ids]
-        (self._handle,), trackers = self._session.register(
-            self, prompts, self._embeds, self._sampling, self._options, self.request_id
-        )
+        self._entered = True
+        try:
+            await checkpoint_if_cancelled()
+            self._embeds, self._options = await self._session.admit(self._embeds, self._options)
+            prompts = None if self._token_ids is None else [self._token_ids]
+            (self._handle,), trackers = self._session.register(
+                self, prompts, self._embeds, self._sampling, self._options, self.request_id
+            )
+        except BaseException:
+            self._entered = False  # it can be tried again
+            raise
         if self.request_id is None:
             self.request_id = str(self._handle)
         self._token_ids = self._embeds = None
@@ -197,6 +206,11 @@ class RequestStream:
             # A cancellation has to be looked for: on asyncio, AnyIO does not deliver it to a task whose wait is over,
             # as it always is on a busy stream.
             await checkpoint()
+        else:
+            self._unchecked += 1
+            if self._unchecked >= CHECK_EVERY:
+                self._unchecked = 0
+                await checkpoint_if_cancelled()
         while not self._ready():
             if self._arrival is not None:
                 raise anyio.BusyResourceError("iterating over")
@@ -233,7 +247,7 @@ class RequestStream:
         :raises StopAsyncIteration: if it has ended, and all of it has been read
         :raises EngineError: that by which it ended, after what had come before
         """
-        tokens, details = self._take()
+        tokens, details = self._take(whole=self._whole)
         if not tokens and not details:
             raise StopAsyncIteration
         return _merge(RequestOutput, self.request_id or "", tokens, details)
@@ -245,24 +259,27 @@ class RequestStream:
         :raises EngineDeadError: if the engine dies first
         :raises EngineClosedError: if there is nothing left to read, or the client is closed first
         """
-        self._whole = True
-        self._wakes_early = self._stall_limit is not None
-        await self._readiness()
-        return self.completion_nowait()
+        before = self._whole, self._wakes_early
+        self._whole, self._wakes_early = True, self._stall_limit is not None
+        try:
+            await self._readiness()
+            return self.completion_nowait()
+        except BaseException:
+            self._whole, self._wakes_early = before  # the stream can still be read as it comes
+            raise
 
     def completion_nowait(self) -> Completion:
         """The same for a request that has ended."""
-        self._whole = True
-        tokens, details = self._take()
+        tokens, details = self._take(whole=True)
         if not tokens and not details:
             raise EngineClosedError(f"request {self.request_id} has ended, and all of it has been read")
         return completion_of(self.request_id or "", tokens, details)
 
-    def _take(self) -> tuple[list[int], list[OutputDetails]]:
+    def _take(self, *, whole: bool) -> tuple[list[int], list[OutputDetails]]:
+        if self._error is not None and (whole or not (self._tokens or self._details)):
+            raise self._session.told(self._error())
         tokens, self._tokens = self._tokens, []
         details, self._details = self._details, []
-        if self._error is not None and (self._whole or not (tokens or details)):
-            raise self._session.told(self._error())
         return tokens, details
 
 

@@ -74,6 +74,7 @@ class EngineSession:
         self.guests: dict[str, str | None] = {}  # other clients that share the engine: addresses, and files of keys
         self.ids: RequestIds = RequestIds()
         self._trackers: list[zmq.MessageTracker] = []
+        self._stagings: set[anyio.CancelScope] = set()
 
     def health(self, timeout: float) -> Health:
         """How the engine fares, which has ``timeout`` seconds to answer and to make a step."""
@@ -130,9 +131,19 @@ class EngineSession:
             raise self.told(EngineDeadError(report))
 
     async def stage(self, value: Any) -> Any:
-        """``value`` with its large arrays where they can be handed over; without any, without a checkpoint."""
+        """``value`` with its large arrays where they can be handed over; without any, without a checkpoint.
+
+        If the engine dies meanwhile, ``value`` as it was: whoever goes on with it is told.
+        """
         lane = self.link.lane
-        return value if lane is None else await stage(value, lane, self.staging)
+        if lane is not None:
+            with anyio.CancelScope() as scope:
+                self._stagings.add(scope)
+                try:
+                    return await stage(value, lane, self.staging)
+                finally:
+                    self._stagings.remove(scope)
+        return value
 
     async def admit(self, embeds: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
         """Return when the engine takes one more request, which must then be registered without a checkpoint between.
@@ -155,7 +166,7 @@ class EngineSession:
                     if options.features:
                         features = await stage_features(options.features, self.stage)
                         options = dataclasses.replace(options, features=features)
-                if self.restarted is None:
+                if self.restarted is None and self.link.fault is None:
                     return embeds, options
 
     async def available(self) -> None:
@@ -165,8 +176,9 @@ class EngineSession:
         :raises EngineDeadError: if the engine is dead, or stays dead
         """
         self.check_open()
-        while self.restarted is not None:
-            await self.restarted.wait()
+        while self.restarted is not None or self.link.fault is not None:
+            # An engine that this side has given up may take some time to be known as dead.
+            await (self.link.ended if self.restarted is None else self.restarted).wait()
             self.check_open()
 
     def ending_error(self) -> EngineError:
@@ -178,7 +190,7 @@ class EngineSession:
     @property
     def takes_requests_now(self) -> bool:
         """Whether a request could be registered without waiting for anything."""
-        return self.restarted is None and self.admission.room > 0
+        return self.restarted is None and self.link.fault is None and self.admission.room > 0
 
     def register(
         self,
@@ -281,6 +293,8 @@ class EngineSession:
                 owner.close(error)
         self.queue.close(error, owed=self.queue in requests)
         self.admission.dismiss(error)
+        for scope in self._stagings:
+            scope.cancel()
         while self.delivery.wake_readers():
             pass  # those whose requests had ended before
         self.ids.clear()

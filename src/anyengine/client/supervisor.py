@@ -18,7 +18,6 @@ from anyengine.client.checks import check_seconds
 from anyengine.client.services import LAST_READ_SLICE, read_outputs, take_early_hello
 from anyengine.client.session import EngineSession
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
-from anyengine.process.engine_thread import EngineThread
 from anyengine.process.host import EngineHost, Launcher
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_events import ClientState
@@ -38,7 +37,7 @@ LOOK = 0.05
 """Seconds between two looks at a process that is expected to end."""
 
 WATCH_LIMIT = 0.5
-"""Seconds that the watch may take to tell everybody, after the end of the process; above the limits of its waits."""
+"""Seconds that the watch may take to tell everybody, after the end of the process."""
 
 GONE_LIMIT = 2.0
 """Seconds for a process group that was killed to be gone."""
@@ -268,7 +267,7 @@ class Supervisor:
                 )
                 return
             logger.warning("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
-        elif isinstance(host, EngineThread) and not await self._ends_within(host, LOOK):
+        elif host.stays and not await self._ends_within(host, LOOK):
             logger.warning(
                 "engine %d cannot be killed from here: its thread goes on until it comes to an end", link.rank
             )

@@ -37,9 +37,7 @@ async def call_utility(session: EngineSession, method: str, args: Sequence[Any],
 
 async def _call(session: EngineSession, method: str, args: Sequence[Any]) -> Any:
     await checkpoint_if_cancelled()
-    session.check_open()
-    if session.restarted is not None:
-        await session.available()
+    await session.available()
     info = session.link.info  # of a new life, if there was a restart
     assert info is not None
     if method not in info.utilities:

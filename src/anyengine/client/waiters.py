@@ -14,7 +14,8 @@ from anyengine.protocol.outputs import StepOutputs
 from anyengine.transport.wakeup import Wakeup
 
 CHECK_EVERY = 16
-"""Steps that are read without looking for a cancellation, while there are any."""
+"""Reads without looking for a cancellation. On asyncio, AnyIO does not deliver it to a task whose wait is over in the
+turn in which it began, and so may always be that of one of many readers."""
 
 ErrorFactory = Callable[[], EngineError]
 """Makes a fresh exception for each waiter; they share what it says, not the object with its traceback."""
@@ -131,19 +132,19 @@ class OutputQueue:
         :raises EngineError: if the queue was closed and is empty
         :raises anyio.BusyResourceError: if another task waits
         """
-        if self._steps:
-            # A checkpoint for each step would cost more than the step. A batch is read in one go instead: its size is
-            # bounded by the time that the reader may hold the loop, and a cancellation is seen within it.
-            self._unchecked += 1
-            if self._unchecked >= CHECK_EVERY:
-                self._unchecked = 0
-                await checkpoint_if_cancelled()
-            return self._steps.popleft()
-        self._check_free()
+        # A checkpoint for each step would cost more than the step. A batch is read in one go instead: its size is
+        # bounded by the time that the reader may hold the loop, and a cancellation is seen within it.
+        self._unchecked += 1
+        if self._unchecked >= CHECK_EVERY:
+            self._unchecked = 0
+            await checkpoint_if_cancelled()
         while not self._steps:
+            self._check_free()
             if self._error is not None:
                 await checkpoint()
-                self._tell()
+                if self._error is not None:  # otherwise the engine lives again, and somebody was told
+                    self._tell()
+                continue
             arrival = self._wakeup_type()
             self._wake = arrival.set
             try:

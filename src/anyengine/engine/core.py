@@ -95,7 +95,11 @@ class EngineCore(abc.ABC):
     """
 
     def load(self, progress: ProgressReporter) -> None:  # noqa: B027 - doing nothing is a fine default
-        """Load the model. Each call of ``progress`` also tells the client that the engine is alive."""
+        """Load the model. Each call of ``progress`` also tells the client that the engine is alive.
+
+        What is there afterwards is not looked at again by Python's collector of reference cycles, where the engine has
+        a process of its own: what is to be freed later must not be in one.
+        """
 
     @abc.abstractmethod
     def describe(self) -> EngineInfo:

@@ -41,6 +41,11 @@ class EngineHost(Protocol):
         ...
 
     @property
+    def stays(self) -> bool:
+        """Whether it goes on in this process, used up by nobody, until it comes to its end by itself."""
+        ...
+
+    @property
     def sends_at_once(self) -> bool:
         """Whether what the engine sent has arrived when the engine has ended."""
         ...

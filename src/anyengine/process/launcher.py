@@ -67,10 +67,12 @@ class ProcessLauncher:
             handover = AnonymousFile("anyengine-bootstrap")
             passed.callback(handover.close)
             os.write(handover.open_for_append(passed), bootstrap._replace(import_path=import_path).encode())
-            exception, native = AnonymousFile("anyengine-exception"), AnonymousFile("anyengine-native")
+            exception = AnonymousFile("anyengine-exception")
+            kept.callback(exception.close)
+            native = AnonymousFile("anyengine-native")
+            kept.callback(native.close)
             output = ChildOutput()
-            for file in (exception, native, output):
-                kept.callback(file.close)
+            kept.callback(output.close)
             inherited = (
                 lifeline, handover.fd, exception.open_for_append(passed), native.open_for_append(passed)
             )  # fmt: skip

@@ -18,6 +18,7 @@ class RemoteEngine:
     output: None = None
     lane: None = None
     can_be_killed: bool = False
+    stays: bool = False
     sends_at_once: bool = False
 
     def __init__(self) -> None:

@@ -91,6 +91,8 @@ def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any
     if isinstance(value, _SEQUENCES):
         items = cast("Sequence[object]", value)
         _count(packing, len(items), path)
+        if _are_scalars(items):
+            return list(items)
         return [_pack(item, packing, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
     plain = _plain(value)
     if plain is not None:
@@ -104,6 +106,8 @@ def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any
             if (type(name) is not str and type(name) is not int) or isinstance(key, bool):
                 raise UnencodableError(path, f"the key {brief(key)} ({_name(key)}) is neither a string nor an integer")
             shown = brief(name)
+            if name in packed:
+                raise UnencodableError(path, f"two of its keys are {shown} when they arrive")
             _pack(name, packing, f"{path} key {shown}", depth)
             packed[name] = _pack(item, packing, f"{path}[{shown}]", depth + 1)
         return packed
@@ -122,6 +126,17 @@ def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any
         data = packing.first + len(packing.buffers)
         packing.buffers.append(array.data)
     return cbor2.CBORTag(ARRAY_TAG, [array.library, array.dtype, list(array.shape), data])
+
+
+def _are_scalars(items: Sequence[object]) -> bool:
+    """Whether these can travel as they are, seen without a look at each in Python; many may come, on an event loop."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        numbers = cast("Sequence[int]", items)
+        return min(numbers) >= -(2**63) and max(numbers) < 2**64
+    if kinds == {str}:
+        return all(map(str.isascii, cast("Sequence[str]", items)))
+    return kinds <= _AS_IS
 
 
 def _count(packing: _Packing, items: int, path: str) -> None:

@@ -11,6 +11,9 @@ from typing import Literal
 
 Backend = Literal["asyncio", "trio"]
 
+INTERRUPTS = 100
+"""Interrupts that posting one function withstands; nobody presses a key as often as that."""
+
 
 class LoopHandle:
     """Hands functions to a loop in another thread, from the moment in which that calls :meth:`begin`.
@@ -33,12 +36,12 @@ class LoopHandle:
             self._run_soon(function)
 
     def post_surely(self, function: Callable[[], object]) -> None:
-        """Post what has to happen after an interrupt, whatever interrupts this; the first one is on its way up."""
-        while True:
-            try:
-                return self.post(function)
-            except KeyboardInterrupt:
-                continue
+        """Post what has to happen after an interrupt, though others interrupt this; the first is on its way up."""
+        for _ in range(INTERRUPTS):
+            with contextlib.suppress(BaseException):  # a signal's handler may raise anything
+                self.post(function)
+                return
+        self.post(function)
 
 
 def _no_loop_yet(function: Callable[[], object]) -> None:

@@ -23,6 +23,7 @@ from anyengine.client.checks import (
 )
 from anyengine.client.engine_client import EngineClient, session_of
 from anyengine.client.request_group import IndexedResult, RequestGroup
+from anyengine.client.session import HEALTH_TIMEOUT
 from anyengine.client.waiters import without_rows
 from anyengine.errors import EngineClosedError, RequestError
 from anyengine.params import PoolingParams, RequestKeywords, SamplingParams
@@ -64,9 +65,10 @@ class SyncEngineClient(BlockingEngineUtilities):
         """What the engine said of itself at READY."""
         return self._client.info
 
-    def health(self, timeout: float = 2.0) -> Health:
+    def health(self, timeout: float = HEALTH_TIMEOUT) -> Health:
         """Whether the engine is alive, unresponsive, closing, closed, dead or being restarted, as last heard of it.
 
+        :raises TypeError: if ``timeout`` is not a number
         :raises ValueError: if ``timeout`` is not a positive number
         """
         return self._look(functools.partial(self._client.health, timeout))

@@ -22,6 +22,9 @@ from anyengine.transport.sockets import Socket
 
 TransportName = Literal["ipc", "tcp", "inproc"]
 
+DESCRIPTORS = 16
+"""Descriptors that two sockets and their context take, about."""
+
 TERM_LIMIT = 0.1
 """Seconds that the end of the context may take."""
 
@@ -35,11 +38,13 @@ class Endpoints:
     connection to the router socket.
 
     :raises AddressError: if ``address`` cannot be bound
+    :raises OSError: if the process may not open as many descriptors as that takes
     """
 
     def __init__(
         self, transport: TransportName, *, address: str | None = None, keys: ConnectionKeys | None = None
     ) -> None:
+        _check_descriptors()
         self.input_address: str
         self.output_address: str
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -136,3 +141,10 @@ def _somebody_listens(path: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def _check_descriptors() -> None:
+    # ZeroMQ ends the whole process if it gets none for its threads.
+    with contextlib.ExitStack() as opened:
+        for _ in range(DESCRIPTORS):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))

@@ -29,6 +29,7 @@ class Socket:
         self._fd = int(raw.getsockopt(zmq.FD))
         self._closed = False
         self._drained = False
+        self._woken = False
         self._parked: anyio.CancelScope | None = None
         self._reader: _CallbackReader | None = None
 
@@ -98,11 +99,15 @@ class Socket:
                 slept = await self._wait()
             finally:
                 self._parked = None
+                self._woken = False
         return slept
 
     async def _wait(self) -> bool:
         if self._closed:
             raise anyio.ClosedResourceError
+        if self._woken:
+            self._woken = False
+            return False
         # A receive that failed has taken all changes in, and so the next one makes the descriptor readable; otherwise
         # the events have to be looked at first.
         if not self._drained and frames.has_input(self._raw):
@@ -122,9 +127,10 @@ class Socket:
             raise anyio.BusyResourceError("waiting on")
 
     def wake(self) -> None:
-        """Have the task that waits look again: somebody else received from this socket, and not to the end."""
+        """Have the task that waits look again, or call ``drain`` again: somebody else did, and not to the end."""
         self._drained = False
         if self._parked is not None:
+            self._woken = True
             self._parked.cancel()
         elif self._reader is not None:
             self._reader.wake()
@@ -179,6 +185,7 @@ class _CallbackReader:
         self._drain = drain
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
+        self._registered = True
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(fd, self._on_readable)
         self.wake()
@@ -202,7 +209,10 @@ class _CallbackReader:
             self._end(error)
 
     def _end(self, error: Exception | None) -> None:
-        self._loop.remove_reader(self._fd)
+        # Once: when the task that waits has its turn, the number of the descriptor may be somebody else's.
+        if self._registered:
+            self._registered = False
+            self._loop.remove_reader(self._fd)
         if not self.ended.done():
             if error is None:
                 self.ended.set_result(None)

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from typing import Protocol
 
 import anyio
+from anyio.lowlevel import current_token
 
 
 class Wakeup(Protocol):
@@ -50,8 +51,5 @@ def wakeup_type() -> type[Wakeup]:
 
 
 def in_asyncio() -> bool:
-    """Whether the caller is a task of asyncio; trio as a guest in asyncio's loop runs in none."""
-    try:
-        return asyncio.current_task() is not None
-    except RuntimeError:
-        return False
+    """Whether the caller is a task of asyncio, and not one of a trio that runs within a task or a loop of asyncio."""
+    return isinstance(current_token().native_token, asyncio.AbstractEventLoop)
