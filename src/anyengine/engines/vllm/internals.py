@@ -54,7 +54,7 @@ class VllmCore:
         executor_class = with_stages(find("vllm.v1.executor:Executor").get_class(self.config), progress)
         if self.config.parallel_config.distributed_executor_backend != "uni":
             start_resource_tracker()
-        with scratch_directory() as directory, files_in(directory):
+        with scratch_directory() as directory, files_in(directory, self.config):
             self.core: Any = find("vllm.v1.engine.core:EngineCore")(
                 self.config,
                 executor_class,
