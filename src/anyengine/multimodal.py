@@ -11,6 +11,7 @@ from itertools import compress, pairwise
 from typing import Any, Literal, cast
 
 from anyengine.brief import brief
+from anyengine.checks import require, require_integer
 from anyengine.errors import RequestError
 from anyengine.types import U32_MAX
 
@@ -42,13 +43,13 @@ class MultiModalField:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", _copied(self.data, 0))
-        _require(isinstance(self.batching, str), "MultiModalField.batching", self.batching, "a string")
+        require(isinstance(self.batching, str), "MultiModalField.batching", self.batching, "a string")
         if self.batching not in BATCHINGS:
             raise RequestError(
                 f"MultiModalField.batching={brief(self.batching)}: expected one of {', '.join(BATCHINGS)}"
             )
-        _integer("MultiModalField.dim", self.dim, -_MAX_DIMENSIONS, _MAX_DIMENSIONS - 1)
-        _require(isinstance(self.keep_on_cpu, bool), "MultiModalField.keep_on_cpu", self.keep_on_cpu, "a bool")
+        require_integer("MultiModalField.dim", self.dim, -_MAX_DIMENSIONS, _MAX_DIMENSIONS - 1)
+        require(isinstance(self.keep_on_cpu, bool), "MultiModalField.keep_on_cpu", self.keep_on_cpu, "a bool")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +63,8 @@ class MultiModalFeature:
     :param length: how many tokens of the prompt it takes up
     :param fields: the encoder's arguments by their names
     :param is_embed: a tensor or array of ``length`` booleans, of which tokens the encoder's output takes the place;
-        None means of all of them
+        None means of all of them. There must be as many such tokens as the encoder makes embeddings of the item: how
+        many that is only the model knows for every item, and an engine may end of it
     :raises TypeError: if a parameter has the wrong type
     :raises RequestError: if a value is out of its range
     """
@@ -77,23 +79,23 @@ class MultiModalFeature:
     def __post_init__(self) -> None:
         for name in ("modality", "identifier"):
             value: object = getattr(self, name)
-            _require(isinstance(value, str), f"MultiModalFeature.{name}", value, "a string")
+            require(isinstance(value, str), f"MultiModalFeature.{name}", value, "a string")
             if not value:
                 raise RequestError(f"MultiModalFeature.{name}='': expected at least one character")
-        _integer("MultiModalFeature.offset", self.offset, 0, U32_MAX)
-        _integer("MultiModalFeature.length", self.length, 1, U32_MAX)
+        require_integer("MultiModalFeature.offset", self.offset, 0, U32_MAX)
+        require_integer("MultiModalFeature.length", self.length, 1, U32_MAX)
         fields: object = self.fields
-        _require(isinstance(fields, Mapping), "MultiModalFeature.fields", fields, "a mapping")
+        require(isinstance(fields, Mapping), "MultiModalFeature.fields", fields, "a mapping")
         named = dict(cast("Mapping[object, object]", fields))
         if not named:
             raise RequestError("MultiModalFeature.fields={}: expected at least one")
         for name, field in named.items():
-            _require(isinstance(name, str), "MultiModalFeature.fields", name, "string keys")
+            require(isinstance(name, str), "MultiModalFeature.fields", name, "string keys")
             is_field = isinstance(field, MultiModalField)
-            _require(is_field, f"MultiModalFeature.fields[{name!r}]", field, "a MultiModalField")
+            require(is_field, f"MultiModalFeature.fields[{name!r}]", field, "a MultiModalField")
         object.__setattr__(self, "fields", named)
         if self.is_embed is not None:
-            _require(_is_mask(self.is_embed), "MultiModalFeature.is_embed", self.is_embed, "an array of booleans")
+            require(_is_mask(self.is_embed), "MultiModalFeature.is_embed", self.is_embed, "an array of booleans")
             shape = tuple(self.is_embed.shape)
             if shape != (self.length,):
                 raise RequestError(
@@ -146,7 +148,7 @@ def _copied(data: object, depth: int) -> Any:
         return [_copied(item, depth + 1) for item in cast("Sequence[object]", data)]
     is_number = isinstance(data, int | float) and not isinstance(data, bool)
     expected = "a tensor, an array, a number, or a list of these"
-    _require(is_number or _is_array(data), "MultiModalField.data", data, expected)
+    require(is_number or _is_array(data), "MultiModalField.data", data, expected)
     return data
 
 
@@ -158,14 +160,3 @@ def _is_array(value: object) -> bool:
 def _is_mask(value: Any) -> bool:
     # What torch and numpy call it, and numpy on the wire.
     return _is_array(value) and str(value.dtype) in ("torch.bool", "bool", "|b1")
-
-
-def _integer(where: str, value: object, low: int, high: int) -> None:
-    _require(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
-    if not low <= cast("int", value) <= high:
-        raise RequestError(f"{where}={brief(value)}: expected {low} to {high}")
-
-
-def _require(condition: bool, where: str, value: object, expected: str) -> None:
-    if not condition:
-        raise TypeError(f"{where}={brief(value)} ({type(value).__name__}): expected {expected}")

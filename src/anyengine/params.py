@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, cast
 
 from anyengine.brief import brief
+from anyengine.checks import require, require_integer
 from anyengine.errors import RequestError
 from anyengine.multimodal import MultiModalFeature
 from anyengine.types import U32_MAX
@@ -37,7 +38,7 @@ class StructuredOutputs:
                 f"StructuredOutputs takes exactly one of json, regex, choice, grammar; got {given or 'none'}"
             )
         if self.choice is not None:
-            _require(_is_list_of_strings(self.choice), "StructuredOutputs.choice", self.choice, "a list of strings")
+            require(_is_list_of_strings(self.choice), "StructuredOutputs.choice", self.choice, "a list of strings")
             if not self.choice:
                 raise RequestError("StructuredOutputs.choice=[]: expected at least one choice")
         for name, kinds, expected in (
@@ -47,7 +48,7 @@ class StructuredOutputs:
         ):
             value: object = getattr(self, name)
             fits = value is None or isinstance(value, kinds)
-            _require(fits, f"StructuredOutputs.{name}", cast("object", value), expected)
+            require(fits, f"StructuredOutputs.{name}", cast("object", value), expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,9 +124,9 @@ class PoolingParams:
     use_activation: bool | None = None
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.task, str), "PoolingParams.task", self.task, "a string")
+        require(isinstance(self.task, str), "PoolingParams.task", self.task, "a string")
         if self.dimensions is not None:
-            _integer(1, U32_MAX)("PoolingParams.dimensions", self.dimensions)
+            require_integer("PoolingParams.dimensions", self.dimensions, 1, U32_MAX)
         if self.use_activation is not None:
             _boolean("PoolingParams.use_activation", self.use_activation)
 
@@ -145,10 +146,10 @@ class LoRARequest:
     def __post_init__(self) -> None:
         for name in ("lora_name", "lora_path"):
             value: object = getattr(self, name)
-            _require(isinstance(value, str), f"LoRARequest.{name}", value, "a string")
+            require(isinstance(value, str), f"LoRARequest.{name}", value, "a string")
             if not value:
                 raise RequestError(f"LoRARequest.{name}='': expected at least one character")
-        _integer(1, U32_MAX)("LoRARequest.lora_int_id", self.lora_int_id)
+        require_integer("LoRARequest.lora_int_id", self.lora_int_id, 1, U32_MAX)
 
 
 class RequestKeywords(TypedDict, total=False):
@@ -168,7 +169,8 @@ class RequestKeywords(TypedDict, total=False):
 
     features: Sequence[MultiModalFeature]
     """Images and the like, each with its place in the token ids of the one prompt. Their arrays may be changed when
-    those of ``prompt_embeds`` may."""
+    those of ``prompt_embeds`` may. What the engine cannot check, as sizes that contradict each other or places that the
+    encoder's output does not fill, may end it: take features of the model's own processor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,14 +188,14 @@ class RequestOptions:
     features: Sequence[MultiModalFeature] = ()
 
     def __post_init__(self) -> None:
-        _integer(-(2**31), 2**31 - 1)("priority", self.priority)
+        require_integer("priority", self.priority, -(2**31), 2**31 - 1)
         if self.cache_salt is not None:
-            _require(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, "a string")
+            require(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, "a string")
             if not self.cache_salt:
                 raise RequestError("cache_salt='': expected at least one character, or None")
         for name, kind in (("lora", LoRARequest), ("pooling", PoolingParams)):
             value: object = getattr(self, name)
-            _require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__}")
+            require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__}")
         if self.features != ():
             object.__setattr__(self, "features", _features("features", self.features))
 
@@ -205,9 +207,7 @@ _Check = Callable[[str, Any], Any]
 
 def _integer(low: int, high: int) -> _Check:
     def check(where: str, value: Any) -> Any:
-        _require(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
-        if not low <= value <= high:
-            raise RequestError(f"{where}={brief(value)}: expected {low} to {high}")
+        require_integer(where, value, low, high)
         return value
 
     return check
@@ -215,7 +215,7 @@ def _integer(low: int, high: int) -> _Check:
 
 def _number(low: float, high: float, *, above: bool = False) -> _Check:
     def check(where: str, value: Any) -> Any:
-        _require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
+        require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
         inside = low < value <= high if above else low <= value <= high
         if not inside or math.isinf(value):
             comparison = "above" if above else "at least"
@@ -227,7 +227,7 @@ def _number(low: float, high: float, *, above: bool = False) -> _Check:
 
 
 def _boolean(where: str, value: Any) -> Any:
-    _require(isinstance(value, bool), where, value, "a bool")
+    require(isinstance(value, bool), where, value, "a bool")
     return value
 
 
@@ -235,12 +235,12 @@ def _boolean(where: str, value: Any) -> Any:
 
 
 def _tokens(where: str, value: Any) -> Any:
-    _require(
+    require(
         isinstance(value, Sequence) and not isinstance(value, str | bytes), where, cast("object", value), "token ids"
     )
     tokens = cast("Sequence[Any]", value)
     for token in tokens:
-        _require(isinstance(token, int) and not isinstance(token, bool), where, token, "integer token ids")
+        require(isinstance(token, int) and not isinstance(token, bool), where, token, "integer token ids")
         if not 0 <= token <= U32_MAX:
             raise RequestError(f"{where} holds {token!r}: a token id is 0 to {U32_MAX}")
     return tuple(tokens)
@@ -254,32 +254,32 @@ def _allowed_tokens(where: str, value: Any) -> Any:
 
 
 def _biases(where: str, value: Any) -> Any:
-    _require(isinstance(value, Mapping), where, value, "a mapping")
+    require(isinstance(value, Mapping), where, value, "a mapping")
     _tokens(where, list(value))
     for token, bias in value.items():
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        _require(is_number, f"{where}[{token}]", bias, "a number")
+        require(is_number, f"{where}[{token}]", bias, "a number")
     return dict(value)
 
 
 def _structured(where: str, value: Any) -> Any:
-    _require(isinstance(value, StructuredOutputs), where, value, "a StructuredOutputs")
+    require(isinstance(value, StructuredOutputs), where, value, "a StructuredOutputs")
     return value
 
 
 def _features(where: str, value: Any) -> Any:
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    _require(is_sequence, where, cast("object", value), "a sequence of MultiModalFeature")
+    require(is_sequence, where, cast("object", value), "a sequence of MultiModalFeature")
     features = tuple(cast("Sequence[Any]", value))
     for index, feature in enumerate(features):
-        _require(isinstance(feature, MultiModalFeature), f"{where}[{index}]", feature, "a MultiModalFeature")
+        require(isinstance(feature, MultiModalFeature), f"{where}[{index}]", feature, "a MultiModalFeature")
     return features
 
 
 def _extra(where: str, value: Any) -> Any:
-    _require(isinstance(value, Mapping), where, value, "a mapping")
+    require(isinstance(value, Mapping), where, value, "a mapping")
     for name in value:
-        _require(isinstance(name, str), where, name, "string keys")
+        require(isinstance(name, str), where, name, "string keys")
     return dict(value)
 
 
@@ -309,11 +309,6 @@ def _is_list_of_strings(value: object) -> bool:
     if not isinstance(value, list | tuple):
         return False
     return all(isinstance(item, str) for item in cast("Sequence[object]", value))
-
-
-def _require(condition: bool, where: str, value: object, expected: str) -> None:
-    if not condition:
-        raise TypeError(f"{where}={brief(value)} ({type(value).__name__}): expected {expected}")
 
 
 _SAMPLING_DEFAULTS: Sequence[tuple[str, Any]] = [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from anyengine.brief import brief
+from anyengine.checks import require
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a request ended: a stop token or string, max_tokens or the model's length, its caller, or its own failure."""
@@ -36,17 +37,12 @@ class EngineSpec:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.path, str), "path", self.path, "a string 'package.module:Class'")
+        require(isinstance(self.path, str), "EngineSpec.path", self.path, "a string 'package.module:Class'")
         if not _PATH.fullmatch(self.path):
             raise ValueError(f"EngineSpec.path={brief(self.path)}: expected the form 'package.module:Class'")
-        _require(isinstance(self.arguments, Mapping), "arguments", self.arguments, "a mapping")
+        require(isinstance(self.arguments, Mapping), "EngineSpec.arguments", self.arguments, "a mapping")
         for name in self.arguments:
-            _require(isinstance(name, str), "arguments", name, "string keys")
-
-
-def _require(condition: bool, name: str, value: object, expected: str) -> None:
-    if not condition:
-        raise TypeError(f"EngineSpec.{name}={brief(value)} ({type(value).__name__}): expected {expected}")
+            require(isinstance(name, str), "EngineSpec.arguments", name, "string keys")
 
 
 TokenLogprobs = Mapping[int, float]

@@ -182,7 +182,7 @@ async def test_an_engine_without_them_gets_none() -> None:
         ({"fields": {}}, RequestError, "fields={}: expected at least one"),
         ({"fields": []}, TypeError, r"fields=\[\] \(list\): expected a mapping"),
         ({"fields": {1: MultiModalField(data=1)}}, TypeError, "fields=1 .*: expected string keys"),
-        ({"fields": {"x": torch.ones(1)}}, TypeError, r"fields\['x'\]=tensor.*: expected a MultiModalField"),
+        ({"fields": {"x": torch.ones(1)}}, TypeError, r"fields\['x'\]=Tensor.*: expected a MultiModalField"),
         ({"is_embed": [True, False]}, TypeError, r"is_embed=\[True, False\] \(list\): expected an array of booleans"),
         ({"is_embed": torch.ones(2)}, TypeError, "is_embed=.*: expected an array of booleans"),
         ({"is_embed": MASK}, RequestError, r"is_embed of shape \[4\]: expected \[2\], as length says"),

@@ -151,7 +151,7 @@ async def test_lists_that_are_shared_are_looked_into_once(client: EngineClient) 
         value: Any = content
         for _ in range(50):
             value = [value, value]
-        assert await client._session.stage(value) is value
+        assert await client._session.stage(value, []) is value
 
 
 async def test_a_large_array_on_countless_paths_is_refused_before_it_is_copied(client: EngineClient) -> None:
@@ -429,7 +429,7 @@ async def test_the_loop_runs_on_while_a_tensor_is_copied(client: EngineClient) -
     async with anyio.create_task_group() as group:
         group.start_soon(count)
         await anyio.lowlevel.checkpoint()
-        staged = await client._session.stage(tensor)
+        staged = await client._session.stage(tensor, [])
         assert turns > 10  # it takes a tenth of a second
         del staged
         group.cancel_scope.cancel()

@@ -218,7 +218,7 @@ async def test_a_process_that_the_application_forked_keeps_no_memory_of_engines(
         await client.call_utility("digests", arrays)
         await until(lambda: lent(client) == 0)
         await client.call_utility("keep", arrays[0])
-        staged = await client._session.stage(arrays[1])
+        staged = await client._session.stage(arrays[1], [])
         assert figures(os.getpid())["tensor_mappings"] == 3  # one of each: idle, lent, and with an array of ours
         reader, writer = os.pipe()
         pid = os.fork()

@@ -225,3 +225,33 @@ def test_what_the_system_refuses_leaves_no_descriptor(monkeypatch: pytest.Monkey
         Mapping(0, 2**60, private=True)
     with pytest.raises(OSError, match=r"File too large|cannot be mapped|Invalid argument"):
         Block(2**62)
+
+
+def test_a_lease_that_is_released_gives_its_block_back_once_whoever_keeps_it() -> None:
+    pool = BlockPool()
+    released, view = fill(pool, b"released")
+    released.release()
+    assert state(pool) == (1, 0, 0)
+    again, _ = fill(pool, b"again...")
+    assert again.block is released.block
+    released.release()
+    lent, _ = fill(pool, b"lent")
+    assert lent.lend(lambda fd: True)
+    lent.release()
+    assert state(pool) == (0, 1, 1)
+    again.release()
+    pool.close()
+    pool.trim()
+    assert [lease.block.fd for lease in (released, lent)] == [-1, -1]
+    assert view.nbytes == 8  # memory stays while there is a view of it
+
+
+def test_a_lease_that_cannot_be_filled_gives_its_block_back() -> None:
+    def refuse() -> None:
+        raise InterruptedError
+
+    pool = BlockPool()
+    lease = pool.take(5)
+    with pytest.raises(InterruptedError):
+        lease.fill(memoryview(b"never"), refuse)
+    assert state(pool) == (1, 0, 0)

@@ -17,6 +17,13 @@ def describe(worker: Any, *, greeting: str) -> dict[str, Any]:
     return {"greeting": greeting, "pid": os.getpid(), "rank": worker.rank, "class": type(worker).__name__}
 
 
+def directory_of_sockets(worker: Any) -> str:
+    """Where vLLM would make one."""
+    from vllm import envs
+
+    return envs.VLLM_RPC_BASE_PATH
+
+
 def unencodable(worker: Any) -> Any:
     """Something that cannot."""
     return worker

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,12 @@ async def test_utilities(address: str, directory: Path, tmp_path: Path) -> None:
                 tokens += output.token_ids
         again = await client.generate(long, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
         assert tokens == again.token_ids
+
+
+async def test_the_directory_that_is_gone_after_loading_is_forgotten(address: str) -> None:
+    async with open_engine_client(address=address) as client:
+        (directory,) = await client.collective_rpc("tests.vllm.in_workers:directory_of_sockets")
+    assert directory == os.environ.get("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

@@ -178,14 +178,8 @@ class EngineClient(EngineUtilities):
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
         tokens, checked = self._check(prompt_token_ids, sampling_params, pooling, prompt_embeds, request_id, options)
         await checkpoint_if_cancelled()
-        prompt_embeds, checked = await self._session.admit(prompt_embeds, checked)
-        (handle,), trackers = self._session.register(
-            self._session.queue,
-            None if tokens is None else [tokens],
-            prompt_embeds,
-            sampling_params,
-            checked,
-            request_id,
+        handle, trackers = await self._session.add(
+            self._session.queue, tokens, prompt_embeds, sampling_params, checked, request_id
         )
         try:
             # The message is on its way already while other tasks get their turn.

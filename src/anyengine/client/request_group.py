@@ -173,7 +173,7 @@ class RequestGroup:
 
     async def _send_when_admitted(self) -> None:
         try:
-            await self._session.admit(None, NO_OPTIONS)
+            await self._session.admit(None, NO_OPTIONS, [])
         except RequestError as error:
             if self._backlog:
                 self._refuse([self._backlog.popleft()], error)

@@ -153,10 +153,8 @@ class RequestStream:
         self._entered = True
         try:
             await checkpoint_if_cancelled()
-            self._embeds, self._options = await self._session.admit(self._embeds, self._options)
-            prompts = None if self._token_ids is None else [self._token_ids]
-            (self._handle,), trackers = self._session.register(
-                self, prompts, self._embeds, self._sampling, self._options, self.request_id
+            self._handle, trackers = await self._session.add(
+                self, self._token_ids, self._embeds, self._sampling, self._options, self.request_id
             )
         except BaseException:
             self._entered = False  # it can be tried again
@@ -164,7 +162,7 @@ class RequestStream:
         if self.request_id is None:
             self.request_id = str(self._handle)
         self._token_ids = self._embeds = None
-        self._options = NO_OPTIONS  # features lie in memory that may be shared
+        self._options = NO_OPTIONS
         try:
             # The message is on its way already while other tasks get their turn.
             await cancel_shielded_checkpoint()

@@ -18,10 +18,11 @@ from anyengine.client.link import EngineLink
 from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_ids import RequestIds
 from anyengine.client.request_stream import RequestStream
-from anyengine.client.staging import stage, stage_features
+from anyengine.client.staging import release, stage, stage_features
 from anyengine.client.waiters import ErrorFactory, OutputQueue
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError
 from anyengine.params import RequestOptions, SamplingParams
+from anyengine.process.blocks import Lease
 from anyengine.process.remote_engine import RemoteEngine
 from anyengine.protocol.client_events import ClientState, StepReceived
 from anyengine.protocol.requests import Frames
@@ -130,24 +131,53 @@ class EngineSession:
         if report is not None:
             raise self.told(EngineDeadError(report))
 
-    async def stage(self, value: Any) -> Any:
+    async def stage(self, value: Any, leases: list[Lease]) -> Any:
         """``value`` with its large arrays where they can be handed over; without any, without a checkpoint.
 
         If the engine dies meanwhile, ``value`` as it was: whoever goes on with it is told.
+
+        :param leases: gets what the caller has to release if the call does not go through
         """
         lane = self.link.lane
         if lane is not None:
             with anyio.CancelScope() as scope:
                 self._stagings.add(scope)
                 try:
-                    return await stage(value, lane, self.staging)
+                    return await stage(value, lane, self.staging, leases)
                 finally:
                     self._stagings.remove(scope)
         return value
 
-    async def admit(self, embeds: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
+    async def add(
+        self,
+        owner: RequestStream | OutputQueue,
+        token_ids: Sequence[int] | None,
+        embeds: Any,
+        sampling: SamplingParams,
+        options: RequestOptions,
+        request_id: str | None,
+    ) -> tuple[int, list[zmq.MessageTracker]]:
+        """Stage a request's large arrays, and send it as soon as the engine takes it; its handle and the trackers.
+
+        Registering and sending is the last that happens: if this raises, nothing has been sent.
+
+        :raises RequestError: if a live request has the same id, or it cannot travel
+        :raises Exception: as :meth:`admit`
+        """
+        leases: list[Lease] = []
+        try:
+            embeds, options = await self.admit(embeds, options, leases)
+            prompts = None if token_ids is None else [token_ids]
+            (handle,), trackers = self.register(owner, prompts, embeds, sampling, options, request_id)
+        except BaseException:
+            release(leases)
+            raise
+        return handle, trackers  # what did not go by the lane is ZeroMQ's, which reads it in place
+
+    async def admit(self, embeds: Any, options: RequestOptions, leases: list[Lease]) -> tuple[Any, RequestOptions]:
         """Return when the engine takes one more request, which must then be registered without a checkpoint between.
 
+        :param leases: as of :meth:`stage`
         :returns: both with their large arrays staged
         :raises TooManyRequestsError: if it does not, and the request is not to wait
         :raises EngineClosedError: if the client is closed, before or meanwhile
@@ -162,9 +192,9 @@ class EngineSession:
                     raise self.told(error) from None
             else:
                 with self.admission.hold():
-                    embeds = await self.stage(embeds)
+                    embeds = await self.stage(embeds, leases)
                     if options.features:
-                        features = await stage_features(options.features, self.stage)
+                        features = await stage_features(options.features, lambda data: self.stage(data, leases))
                         options = dataclasses.replace(options, features=features)
                 if self.restarted is None and self.link.fault is None:
                     return embeds, options

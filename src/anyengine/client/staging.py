@@ -2,6 +2,9 @@
 
 So the caller may change them as soon as the call returns, and sending is synchronous and takes no time. A tensor that
 torch has in shared memory already is not copied.
+
+The blocks of a call that is not sent after all, because it was cancelled or refused, are released by name. What was
+staged is still in frames then, and an exception keeps those for as long as its caller, or a cycle, keeps the exception.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import anyio
 from anyio import from_thread, to_thread
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from anyengine.memory import owner_of
 from anyengine.multimodal import MultiModalFeature
@@ -45,12 +49,23 @@ class _Work(NamedTuple):
 _NONE = _Work(0, 1)
 """Nothing in it is to go by the lane: it stays as it is."""
 
+
+class _Staged(NamedTuple):
+    """A value whose large arrays are in shared memory, and the leases of the blocks that were filled."""
+
+    value: Any
+    leases: list[Lease]
+
+
 _Seen = dict[int, tuple[Any, _Work]]
 """Containers that were looked into, by their id, and what :func:`_work` said of them."""
 
 
-async def stage(value: Any, lane: Lane, limiter: anyio.CapacityLimiter) -> Any:
+async def stage(value: Any, lane: Lane, limiter: anyio.CapacityLimiter, leases: list[Lease]) -> Any:
     """``value`` with its large arrays in shared memory; without any, ``value`` itself, without a checkpoint.
+
+    The leases of the blocks that were filled are added to ``leases``, for the caller to :func:`release` if the call
+    does not go through. If this raises, none are.
 
     An array that cannot be staged travels as a frame. A value that cannot be looked into (too deep, a cycle, its own
     code raised), or that is the same few containers over and over, is left as it is, for the call that encodes it to
@@ -63,8 +78,21 @@ async def stage(value: Any, lane: Lane, limiter: anyio.CapacityLimiter) -> Any:
     if not work:
         return value
     if work <= AT_ONCE:
-        return _staged_or_as_is(value, lane, _do_nothing)
-    return await to_thread.run_sync(_stage_in_thread, value, lane, limiter=limiter)
+        staged = _stage_now(value, lane, _do_nothing)
+    else:
+        staged = await to_thread.run_sync(_stage_in_thread, value, lane, limiter=limiter)
+        if staged is None:
+            await checkpoint_if_cancelled()
+            return value  # unless it was shielded meanwhile
+    leases += staged.leases
+    return staged.value
+
+
+def release(leases: list[Lease]) -> None:
+    """Give the blocks back that have not been handed over, and forget all."""
+    for lease in leases:
+        lease.release()
+    leases.clear()
 
 
 async def stage_features(
@@ -87,26 +115,36 @@ def _do_nothing() -> None:
     pass
 
 
-def _stage_in_thread(value: Any, lane: Lane) -> Any:
+def _stage_in_thread(value: Any, lane: Lane) -> _Staged | None:
+    """What :func:`_stage_now` makes, or None if it was cancelled."""
     lane.pool.trim()
-    return _staged_or_as_is(value, lane, from_thread.check_cancelled)
-
-
-def _staged_or_as_is(value: Any, lane: Lane, check: Callable[[], None]) -> Any:
     try:
-        return _staged(value, lane, check, 0, {})
+        return _stage_now(value, lane, from_thread.check_cancelled)
+    except BaseException:
+        # The loop raises its own. This one would take the frames that have the block to it, where they would stay.
+        return None
+
+
+def _stage_now(value: Any, lane: Lane, check: Callable[[], None]) -> _Staged:
+    leases: list[Lease] = []
+    try:
+        return _Staged(_staged(value, lane, check, leases, 0, {}), leases)
     except Exception:  # cancellation is none
-        return value
+        release(leases)
+        return _Staged(value, [])
+    except BaseException:
+        release(leases)
+        raise
 
 
-def _staged(value: Any, lane: Lane, check: Callable[[], None], depth: int, seen: _Seen) -> Any:
+def _staged(value: Any, lane: Lane, check: Callable[[], None], leases: list[Lease], depth: int, seen: _Seen) -> Any:
     if not _work(value, depth, seen).size:
         return value
     if isinstance(value, list | tuple):
-        return [_staged(item, lane, check, depth + 1, seen) for item in cast("Sequence[Any]", value)]
+        return [_staged(item, lane, check, leases, depth + 1, seen) for item in cast("Sequence[Any]", value)]
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        return {key: _staged(item, lane, check, depth + 1, seen) for key, item in items}
+        return {key: _staged(item, lane, check, leases, depth + 1, seen) for key, item in items}
     check()
     try:
         array = arrays.from_value(value)
@@ -114,7 +152,9 @@ def _staged(value: Any, lane: Lane, check: Callable[[], None], depth: int, seen:
             return value
         data = open_shared_storage(value)
         if data is None:
-            data = lane.pool.take(array.data.nbytes).fill(array.data, check)
+            lease = lane.pool.take(array.data.nbytes)
+            data = lease.fill(array.data, check)
+            leases.append(lease)
     except (OSError, TypeError):
         return value
     return WireArray(array.library, array.dtype, array.shape, data)

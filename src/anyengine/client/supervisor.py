@@ -17,7 +17,9 @@ from anyengine.brief import brief
 from anyengine.client.checks import check_seconds
 from anyengine.client.services import LAST_READ_SLICE, read_outputs, take_early_hello
 from anyengine.client.session import EngineSession
+from anyengine.client.staging import release
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
+from anyengine.process.blocks import Lease
 from anyengine.process.host import EngineHost, Launcher
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_events import ClientState
@@ -119,11 +121,14 @@ class Supervisor:
         """Answer HELLO."""
         session, link = self._session, self._link
         spec = session.spec
-        arguments: Mapping[str, Any] = {} if spec is None else await session.stage(spec.arguments)
-        if link.machine.state is ClientState.GREETED:  # it may have died meanwhile
-            path = None if spec is None else spec.path
-            address = session.endpoints.output_address
-            session.send(link.machine.init(output_address=address, path=path, arguments=arguments))
+        leases: list[Lease] = []
+        arguments: Mapping[str, Any] = {} if spec is None else await session.stage(spec.arguments, leases)
+        if link.machine.state is not ClientState.GREETED:  # it has died meanwhile
+            release(leases)
+            return
+        path = None if spec is None else spec.path
+        address = session.endpoints.output_address
+        session.send(link.machine.init(output_address=address, path=path, arguments=arguments))
 
     async def _launch(self) -> EngineHost:
         endpoints = self._session.endpoints

@@ -12,8 +12,10 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from anyengine.brief import brief
 from anyengine.client.checks import check_seconds
 from anyengine.client.session import HEALTH_TIMEOUT, EngineSession
+from anyengine.client.staging import release
 from anyengine.client.waiters import PendingCall
 from anyengine.errors import EngineError, UtilityError, UtilityTimeoutError
+from anyengine.process.blocks import Lease
 
 
 async def call_utility(session: EngineSession, method: str, args: Sequence[Any], timeout: float | None) -> Any:
@@ -43,12 +45,15 @@ async def _call(session: EngineSession, method: str, args: Sequence[Any]) -> Any
     if method not in info.utilities:
         known = ", ".join(info.utilities)
         raise UtilityError(method, f"engine {info.engine!r} has no such utility; it has {known}")
-    args = await session.stage(args)
-    await session.available()
+    leases: list[Lease] = []
     try:
+        args = await session.stage(args, leases)
+        await session.available()
         return await call_now(session, method, args)
     except EngineError as error:
         raise session.told(error) from error.__cause__
+    finally:
+        release(leases)  # what did not go by the lane was copied
 
 
 async def call_now(session: EngineSession, method: str, args: Sequence[Any]) -> Any:

@@ -88,36 +88,45 @@ class Block(SharedFile):
 
 
 class Lease:
-    """A block while an array lies in it that has not been handed over. If nobody keeps it, the pool has it back."""
+    """A block while an array lies in it that has not been handed over; the pool has it back when nobody keeps it."""
 
     def __init__(self, block: Block, pool: BlockPool) -> None:
         memory.go_last(self)
         self.block = block
         self._pool = pool
-        self._is_lent = False
+        self._is_kept = True
 
     def __del__(self) -> None:
-        if not self._is_lent:
+        self.release()
+
+    def release(self) -> None:
+        """Give the block back, unless it has been handed over. What lies in it must not be read any more."""
+        if self._is_kept:
+            self._is_kept = False
             self._pool.take_back(self.block)
 
     def fill(self, data: memoryview, check: Callable[[], None]) -> memoryview:
         """Copy ``data`` in, and what it is there; ``check`` is called now and then and may raise.
 
-        :raises OSError: if there is no memory for it
+        :raises OSError: if there is no memory for it; the block has been given back then, as whenever this raises
         """
-        self.block.write(data, check)
+        try:
+            self.block.write(data, check)
+        except BaseException:
+            self.release()
+            raise
         return self.block.view(HEADER, data.nbytes, owner=self)
 
     def lend(self, send: Callable[[int], bool]) -> bool:
         """Hand the block over, once, by ``send``, which is given its descriptor and says whether it went."""
-        assert not self._is_lent
+        assert self._is_kept
         self.block.state = HELD
-        self._is_lent = send(self.block.fd)
-        if self._is_lent:
-            self._pool.note_lent(self.block)
-        else:
+        self._is_kept = not send(self.block.fd)
+        if self._is_kept:
             self.block.state = FREE
-        return self._is_lent
+        else:
+            self._pool.note_lent(self.block)
+        return not self._is_kept
 
 
 class BlockPool:
@@ -154,7 +163,9 @@ class BlockPool:
 
     def take_back(self, block: Block) -> None:
         """It was not handed over. Called by destructors, in any thread and at any time."""
-        if not self._closed:
+        if self._closed:
+            block.close()
+        else:
             self._returned.append(block)
         self._leased.discard(block)
 
@@ -173,7 +184,10 @@ class BlockPool:
             excess = self._excess()
             self._idle = [block for block in self._idle if block not in excess]
             given_up, self._given_up = self._given_up, []
-        del excess, given_up  # not under the lock, which the event loop may want meanwhile
+        # Not under the lock, which the event loop may want meanwhile. What an exception keeps in its frames stays as
+        # memory, but not as a descriptor.
+        for block in (*excess, *given_up):
+            block.close()
 
     @property
     def needs_trim(self) -> bool:

@@ -11,7 +11,7 @@ from anyengine.multimodal import MultiModalFeature, MultiModalField
 from anyengine.protocol import cbor, packing
 from anyengine.protocol.checks import expect_type
 
-_FIELD_DEFAULTS = {"batching": "batched", "dim": 0, "keep_on_cpu": False}
+_FIELD_DEFAULTS = {item.name: item.default for item in dataclasses.fields(MultiModalField) if item.name != "data"}
 
 
 def encode_features(features: Sequence[MultiModalFeature], buffers: list[cbor.Buffer]) -> list[Any]:

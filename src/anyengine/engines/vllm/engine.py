@@ -26,7 +26,8 @@ class VllmEngine(VllmUtilities):
 
     Of several data-parallel engines each has a client of its own: with ``data_parallel_size`` comes
     ``data_parallel_rank``, and on a host with the devices of ``data_parallel_size_local`` ranks (default: of all) each
-    takes its own. The requests are the application's to share out. A mixture of experts has no such ranks.
+    takes its own; hosts are filled in rank order. The requests are the application's to share out. A mixture of experts
+    has no such ranks.
 
     :raises ModuleNotFoundError: if vLLM is not installed
     :raises TypeError: if vLLM has no such argument

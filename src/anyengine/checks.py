@@ -1,0 +1,27 @@
+"""Checks of values that callers pass: the error names the value, what is wrong with it, and what would be right.
+
+Imports only the standard library, since both processes use it.
+"""
+
+from __future__ import annotations
+
+from anyengine.brief import brief
+from anyengine.errors import RequestError
+
+
+def require(fits: bool, where: str, value: object, expected: str) -> None:
+    """:raises TypeError: if the type of ``value`` does not fit"""
+    if not fits:
+        raise TypeError(f"{where}={brief(value)} ({type(value).__name__}): expected {expected}")
+
+
+def require_integer(where: str, value: object, low: int, high: int) -> None:
+    """Check an integer of a request.
+
+    :raises TypeError: if ``value`` is no integer
+    :raises RequestError: if it is not ``low`` to ``high``
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        require(False, where, value, "an integer")
+    elif not low <= value <= high:
+        raise RequestError(f"{where}={brief(value)}: expected {low} to {high}")
