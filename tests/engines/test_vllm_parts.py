@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -207,6 +208,23 @@ def test_a_watch_that_is_closed_tells_nothing() -> None:
     worker.kill()
     worker.close()
     assert watch.failure is None
+
+
+def test_nobody_writes_to_a_watch_that_is_being_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = WorkerWatch()
+    closing = threading.Thread(target=watch.close)
+    write = os.write
+
+    def write_late(fd: int, data: bytes) -> int:
+        closing.start()
+        closing.join(0.2)  # in which it would have closed the descriptor
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", write_late)
+    watch.fail("vLLM's own thread says so")
+    closing.join()
+    watch.fail("and once more")
+    assert watch.failure == "vLLM's own thread says so"
 
 
 # ---- what is installed ----
