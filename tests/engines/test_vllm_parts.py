@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -423,6 +423,17 @@ def test_a_connector_that_keeps_its_cache_keeps_the_engine_awake() -> None:
     vllm.config = Mock(kv_transfer_config=None)  # some versions say False where there is none
     vllm.sleep(1)
     vllm.core.model_executor.sleep.assert_called_once_with(1)
+
+
+def test_adapters_go_before_the_memory_in_which_they_are() -> None:
+    vllm: Any = object.__new__(internals.VllmCore)
+    vllm.core, vllm.adapters, order = Mock(), Mock(), Mock()
+    vllm.config = Mock(kv_transfer_config=None)
+    order.attach_mock(vllm.adapters.unload_all, "unload_all")
+    order.attach_mock(vllm.core.model_executor.sleep, "sleep")
+    vllm.sleep(1)
+    vllm.sleep(2)
+    assert order.mock_calls == [call.sleep(1), call.unload_all(), call.sleep(2)]
 
 
 @pytest.mark.usefixtures("vllm_source")
