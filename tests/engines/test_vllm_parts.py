@@ -239,6 +239,7 @@ def vllm_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class EngineArgs:
             model: str = "a"
             max_model_len: int | None = None
+            default_mm_loras: dict[str, str] | None = None
 
             def method(self): ...
         """
@@ -254,6 +255,9 @@ def test_arguments_are_checked_without_importing_vllm() -> None:
         VllmEngine(max_model_length=5)
     with pytest.raises(TypeError, match=r"no 'zzz'$"):
         VllmEngine(zzz=5)
+    with pytest.raises(ValueError, match=r"default_mm_loras: .* lora=LoRARequest\(...\)"):
+        VllmEngine(default_mm_loras={"image": "/a"})
+    VllmEngine(default_mm_loras=None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")

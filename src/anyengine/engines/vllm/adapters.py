@@ -222,8 +222,8 @@ class Adapters:
             raise RequestError(
                 f"pin_lora({number}): adapters {sorted(others)} are in use or pinned, and max_loras={self._places}"
             )
-        pinned = all(self._call("pin_lora", number))
-        self._pinned.add(number)
+        if pinned := all(self._call("pin_lora", number)):
+            self._pinned.add(number)
         return pinned
 
     def numbers(self) -> list[int]:
