@@ -186,7 +186,7 @@ class VllmCore:
 
     def _model_features(self) -> ModelFeatures | None:
         # An encoder's tokens are no part of the prompt where there is a decoder beside it.
-        if not self._model.supports_multimodal_inputs or self._model.is_encoder_decoder:
+        if not self._processor.supports_mm_inputs or self._model.is_encoder_decoder:
             return None
         return ModelFeatures(self.config, self._processor.renderer.get_mm_processor())
 
