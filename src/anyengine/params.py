@@ -165,7 +165,12 @@ class RequestKeywords(TypedDict, total=False):
     """The request shares what the prefix cache holds only with requests of the same salt."""
 
     lora: LoRARequest | None
-    """The adapter to use; the engine loads it if it has not."""
+    """The adapter to use; the engine loads it if it has not.
+
+    Its number and its name are its own as long as it is loaded or requests are there for it: another adapter that has
+    one of them is refused. The request may have to wait for those of other adapters to end, if the engine has no place
+    for one more; and requests that come later wait with it, when it has been overtaken by many.
+    """
 
     features: Sequence[MultiModalFeature]
     """Images and the like, each with its place in the token ids of the one prompt. Their arrays may be changed when

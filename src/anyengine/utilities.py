@@ -111,7 +111,11 @@ class EngineUtilities(abc.ABC):
         return await self.call_utility("add_lora", _as_mapping(lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unload a LoRA adapter; whether there was one."""
+        """Unload a LoRA adapter; whether there was one.
+
+        What comes by its name later is another adapter, even from the same directory: nothing that was computed with
+        the old one is used for it. An engine may refuse to unload one that requests are using.
+        """
         return await self.call_utility("remove_lora", lora_id)
 
     async def list_loras(self) -> list[int]:
@@ -251,7 +255,11 @@ class BlockingEngineUtilities(abc.ABC):
         return self.call_utility("add_lora", _as_mapping(lora_request))
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Unload a LoRA adapter; whether there was one."""
+        """Unload a LoRA adapter; whether there was one.
+
+        What comes by its name later is another adapter, even from the same directory: nothing that was computed with
+        the old one is used for it. An engine may refuse to unload one that requests are using.
+        """
         return self.call_utility("remove_lora", lora_id)
 
     def list_loras(self) -> list[int]:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -209,6 +210,23 @@ def test_a_watch_that_is_closed_tells_nothing() -> None:
     assert watch.failure is None
 
 
+def test_nobody_writes_to_a_watch_that_is_being_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = WorkerWatch()
+    closing = threading.Thread(target=watch.close)
+    write = os.write
+
+    def write_late(fd: int, data: bytes) -> int:
+        closing.start()
+        closing.join(0.2)  # in which it would have closed the descriptor
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", write_late)
+    watch.fail("vLLM's own thread says so")
+    closing.join()
+    watch.fail("and once more")
+    assert watch.failure == "vLLM's own thread says so"
+
+
 # ---- what is installed ----
 
 
@@ -221,6 +239,7 @@ def vllm_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class EngineArgs:
             model: str = "a"
             max_model_len: int | None = None
+            default_mm_loras: dict[str, str] | None = None
 
             def method(self): ...
         """
@@ -236,6 +255,9 @@ def test_arguments_are_checked_without_importing_vllm() -> None:
         VllmEngine(max_model_length=5)
     with pytest.raises(TypeError, match=r"no 'zzz'$"):
         VllmEngine(zzz=5)
+    with pytest.raises(ValueError, match=r"default_mm_loras: .* lora=LoRARequest\(...\)"):
+        VllmEngine(default_mm_loras={"image": "/a"})
+    VllmEngine(default_mm_loras=None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -405,6 +427,17 @@ def test_a_connector_that_keeps_its_cache_keeps_the_engine_awake() -> None:
     vllm.config = Mock(kv_transfer_config=None)  # some versions say False where there is none
     vllm.sleep(1)
     vllm.core.model_executor.sleep.assert_called_once_with(1)
+
+
+def test_adapters_go_before_the_memory_in_which_they_are() -> None:
+    vllm: Any = object.__new__(internals.VllmCore)
+    vllm.core, vllm.adapters, order = Mock(), Mock(), Mock()
+    vllm.config = Mock(kv_transfer_config=None)
+    order.attach_mock(vllm.adapters.unload_all, "unload_all")
+    order.attach_mock(vllm.core.model_executor.sleep, "sleep")
+    vllm.sleep(1)
+    vllm.sleep(2)
+    assert order.mock_calls == [call.sleep(1), call.unload_all(), call.sleep(2)]
 
 
 @pytest.mark.usefixtures("vllm_source")

@@ -18,12 +18,17 @@ else:
     from tests.vllm import setups
     from tests.vllm.prompts import mixed_requests
     from tests.vllm.reference import reference
+    from tests.vllm.small_model import make_small_model
 
     from anyengine.engines.transformers import default_model
 
     @pytest.fixture(scope="session")
     def directory() -> Path:
         return default_model(lambda stage, fraction=None: None)
+
+    @pytest.fixture(scope="session")
+    def small_model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make_small_model(tmp_path_factory.mktemp("small") / "model", directory)
 
     @pytest.fixture(scope="session")
     def requests(directory: Path) -> list[tuple[list[int], dict[str, Any]]]:

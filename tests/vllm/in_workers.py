@@ -29,6 +29,27 @@ def unencodable(worker: Any) -> Any:
     return worker
 
 
-def fail(worker: Any) -> None:
-    """Nothing at all."""
-    raise ValueError("a worker's own error")
+def fail(worker: Any, rank: int | None = None) -> int:
+    """Nothing at all, in the worker of this rank or in all of them."""
+    if rank in (None, worker.rank):
+        raise ValueError("a worker's own error")
+    return worker.rank
+
+
+def loaded_adapters(worker: Any) -> list[int]:
+    """Their numbers."""
+    return sorted(worker.list_loras())
+
+
+def lose_adapter(worker: Any, rank: int, number: int) -> None:
+    """Let one worker fail to load an adapter."""
+    if worker.rank != rank:
+        return
+    load = worker.worker.add_lora
+
+    def add_lora(lora: Any) -> bool:
+        if lora.lora_int_id == number:
+            raise FileNotFoundError(lora.lora_path)
+        return load(lora)
+
+    worker.worker.add_lora = add_lora

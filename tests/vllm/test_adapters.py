@@ -48,22 +48,30 @@ async def test_directories_that_vanish(tmp_path: Path, traces: setups.Traces) ->
         with pytest.raises(RequestError, match="the adapter 'first' cannot be loaded"):
             await client.generate(PROMPT, short, lora=first)
 
-        # Unloaded by hand while it is in use: read again, or else the end of its requests alone.
+        # Whoever is using an adapter goes on with it.
         whole = (await client.generate(PROMPT, greedy, lora=second)).token_ids
         async with client.open_request(PROMPT, greedy) as other:
             async with client.open_request(PROMPT, greedy, lora=second) as request:
                 begun = (await anext(request)).token_ids
-                with pytest.raises(RequestError, match="requests are using 2 of the same name"):
-                    same = LoRARequest(lora_name="second", lora_int_id=5, lora_path=second.lora_path)
+                same = LoRARequest(lora_name="second", lora_int_id=5, lora_path=second.lora_path)
+                with pytest.raises(RequestError, match=r"has the name of 'second' \(number 2, .*, which is in use"):
                     await client.generate(PROMPT, short, lora=same)
                 with pytest.raises(UtilityError, match=r"adapters \[2\] are in use or pinned, and max_loras=1"):
                     await client.pin_lora(3)
-                assert await client.remove_lora(2) is True
+                with pytest.raises(UtilityError, match="requests are using the adapter 'second'"):
+                    await client.remove_lora(2)
+                shutil.rmtree(second.lora_path)
+                assert begun + (await request.completion()).token_ids == whole
+            # What an application does in the workers is noticed: read again, or else the end of its requests alone.
+            write_adapter(tmp_path / "second")
+            async with client.open_request(PROMPT, greedy, lora=second) as request:
+                begun = (await anext(request)).token_ids
+                assert await client.collective_rpc("remove_lora", args=[2]) == [True]
                 assert begun + (await request.completion()).token_ids == whole
             async with client.open_request(PROMPT, greedy, lora=second) as request:
                 await anext(request)
                 shutil.rmtree(second.lora_path)
-                await client.remove_lora(2)
+                assert await client.collective_rpc("remove_lora", args=[2]) == [True]
                 with pytest.raises(RequestError, match="the adapter 'second' cannot be loaded"):
                     await request.completion()
             assert (await other.completion()).token_ids == plain
@@ -76,3 +84,46 @@ async def test_directories_that_vanish(tmp_path: Path, traces: setups.Traces) ->
             await client.generate(PROMPT, short, lora=second)
         assert (await client.generate(PROMPT, greedy)).token_ids == plain
         assert client.statistics().live_requests == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_the_weights_are_those_of_the_request(small_model: Path, tmp_path: Path, traces: setups.Traces) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+    prompt = PROMPT * 20  # some blocks of the prefix cache
+    paths = [str(write_adapter(tmp_path / f"adapter-{seed}", seed=seed)) for seed in range(3)]
+    arguments = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2, "block_size": 32}
+    async with open_engine_client(
+        setups.spec(**arguments, model=str(small_model)), launcher=traces.launcher()
+    ) as client:
+
+        async def score(name: str, number: int, path: str) -> tuple[int, float]:
+            lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+            completion = await client.generate(prompt, params, lora=lora)
+            assert completion.logprobs is not None
+            (token,) = completion.token_ids
+            return token, round(completion.logprobs[0][token], 3)
+
+        expected = [await score(f"alone-{seed}", 10 + seed, path) for seed, path in enumerate(paths)]
+        assert len(set(expected)) == 3
+        for number in (10, 11, 12):
+            await client.remove_lora(number)
+
+        assert await score("a", 1, paths[0]) == expected[0]
+        with pytest.raises(RequestError, match=r"'b' \(number 1, .* has the number of 'a' \(number 1, "):
+            await score("b", 1, paths[1])
+        with pytest.raises(RequestError, match=r"'a' \(number 1, '/nowhere'\) has the number of 'a' \(number 1, "):
+            await score("a", 1, "/nowhere")
+        with pytest.raises(UtilityError, match="has the name of 'a'"):
+            await client.add_lora(LoRARequest(lora_name="a", lora_int_id=2, lora_path=paths[1]))
+        await client.remove_lora(1)
+        assert await score("b", 1, paths[1]) == expected[1]
+        # The same name, with other weights from the same directory, while the cache still has what the first made.
+        assert await score("a", 2, paths[0]) == expected[0]
+        write_adapter(Path(paths[0]), seed=2)
+        await client.remove_lora(2)
+        assert await score("a", 2, paths[0]) == expected[2]
+        # The place of one that cannot be loaded is nobody else's.
+        with pytest.raises(RequestError, match="'absent' cannot be loaded"):
+            await score("absent", 7, "/nowhere")
+        assert await client.list_loras() == [1, 2]

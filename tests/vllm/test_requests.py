@@ -224,7 +224,8 @@ async def test_pausing(address: str, mode: Any) -> None:
         params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
         whole = (await client.generate(PROMPT, params)).token_ids
         async with client.open_request(PROMPT, params) as request:
-            tokens = list((await anext(request)).token_ids)
+            output = await anext(request)  # on a busy machine it may be all of them
+            tokens, reason = list(output.token_ids), output.finish_reason
             await client.pause_scheduler(mode)
             assert await client.is_scheduler_paused()
             if mode == "keep":
@@ -360,16 +361,19 @@ def bad_adapters(directory: Path) -> list[Path]:
     return [directory / "absent", high, other]
 
 
-def write_adapter(directory: Path, *, rank: int = 8, module: str = "q_proj") -> Path:
-    """A LoRA adapter for the attention of the first layer."""
+def write_adapter(directory: Path, *, rank: int = 8, module: str = "q_proj", seed: int | None = None) -> Path:
+    """A LoRA adapter for the attention of the first layer; with a ``seed``, one that changes much."""
     from safetensors.torch import save_file
 
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     name = f"base_model.model.model.layers.0.self_attn.{module}"
     weights = {
         f"{name}.lora_A.weight": torch.ones(rank, 576) / 100,
         f"{name}.lora_B.weight": torch.ones(576, rank) / 100,
     }
+    if seed is not None:
+        chance = torch.Generator().manual_seed(seed)
+        weights = {name: torch.randn(tensor.shape, generator=chance) for name, tensor in weights.items()}
     save_file(weights, directory / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [module], "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config))

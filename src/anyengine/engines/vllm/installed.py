@@ -69,12 +69,13 @@ _NEEDED = {
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse what is no argument of vLLM's ``EngineArgs``.
+    """Refuse what is no argument of vLLM's ``EngineArgs``, and what would have no effect.
 
     The names are read from vLLM's source: importing it takes seconds.
 
     :raises ModuleNotFoundError: if vLLM is not installed
     :raises TypeError: if vLLM has no such argument
+    :raises ValueError: if vLLM heeds it in its client alone
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -87,6 +88,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"vLLM's EngineArgs have no {name!r}{hint}")
+    if arguments.get("default_mm_loras"):
+        raise ValueError(
+            "default_mm_loras: vLLM gives requests these adapters in its client, which is not there; "
+            "give each request its own as lora=LoRARequest(...)"
+        )
 
 
 def _fields(file: Path, name: str) -> Sequence[str]:

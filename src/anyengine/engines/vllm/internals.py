@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anyengine.engine.core import EngineRequest
-from anyengine.engines.vllm.adapters import Adapters
+from anyengine.engines.vllm.adapters import SPARE_PLACES, Adapters
+from anyengine.engines.vllm.calls import call_workers, with_guarded_calls
 from anyengine.engines.vllm.features import engine_input, tokens_beside
 from anyengine.engines.vllm.installed import find, import_vllm
 from anyengine.engines.vllm.leftovers import files_in, scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.engines.vllm.model_features import ModelFeatures
 from anyengine.engines.vllm.outputs import FailedRow
-from anyengine.engines.vllm.parameters import embeddings, engine_args, lora_request, pooling_params, sampling_params
+from anyengine.engines.vllm.parameters import embeddings, engine_args, pooling_params, sampling_params
 from anyengine.engines.vllm.ranks import Rank
 from anyengine.errors import RequestError
 from anyengine.multimodal import MultiModalFeature
@@ -52,7 +53,12 @@ class VllmCore:
         progress.stage("loading tokenizer")
         self._processor: Any = find("vllm.v1.engine.input_processor:InputProcessor")(self.config)
         self._features = self._model_features()
-        executor_class = with_stages(find("vllm.v1.executor:Executor").get_class(self.config), progress)
+        lora = self.config.lora_config
+        places, capacity = (lora.max_loras, lora.max_cpu_loras) if lora is not None else (0, 0)
+        if lora is not None:
+            lora.max_cpu_loras += SPARE_PLACES
+        executor_class = with_guarded_calls(find("vllm.v1.executor:Executor").get_class(self.config))
+        executor_class = with_stages(executor_class, progress)
         if self.config.parallel_config.distributed_executor_backend != "uni":
             start_resource_tracker()
         with scratch_directory() as directory, files_in(directory, self.config):
@@ -62,9 +68,7 @@ class VllmCore:
                 log_stats=not args.disable_log_stats,
                 executor_fail_callback=on_failure,
             )
-        lora = self.config.lora_config
-        places, capacity = (lora.max_loras, lora.max_cpu_loras) if lora is not None else (0, 0)
-        self.adapters: Adapters = Adapters(self.core, places, capacity)
+        self.adapters: Adapters = Adapters(self._call_workers, places, capacity)
         self._tasks: Sequence[str] = tuple(self.core.get_supported_tasks())
         self._prefix_queries: int = 0
         self._prefix_hits: int = 0
@@ -152,7 +156,7 @@ class VllmCore:
                 sampling_params(request.sampling) if request.pooling is None else pooling_params(request.pooling),
                 self._tasks,
                 arrival_time=time.time(),
-                lora_request=None if request.lora is None else lora_request(request.lora),
+                lora_request=None if request.lora is None else self.adapters.for_vllm(request.lora),
                 priority=request.priority,
             )
         except (ValueError, TypeError, NotImplementedError, find("vllm.exceptions:VLLMClientError")) as error:
@@ -182,7 +186,7 @@ class VllmCore:
 
     def _model_features(self) -> ModelFeatures | None:
         # An encoder's tokens are no part of the prompt where there is a decoder beside it.
-        if not self._model.supports_multimodal_inputs or self._model.is_encoder_decoder:
+        if not self._processor.supports_mm_inputs or self._model.is_encoder_decoder:
             return None
         return ModelFeatures(self.config, self._processor.renderer.get_mm_processor())
 
@@ -285,6 +289,18 @@ class VllmCore:
             "prefix_cache_hits": self._prefix_hits,
         }
 
+    def call_workers(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Call a method of each worker, or an importable function on it; what each has returned.
+
+        :raises WorkerCallError: if one has failed
+        :raises UnencodableError: if what one has returned cannot travel
+        """
+        self.adapters.distrust()
+        return call_workers(self.executor, method, args, kwargs)
+
+    def _call_workers(self, method: str, *args: Any) -> Sequence[Any]:
+        return self.executor.collective_rpc(method, args=args)
+
     # ---- memory ----
 
     def sleep(self, level: int) -> None:
@@ -298,6 +314,10 @@ class VllmCore:
             raise RuntimeError("the KV connector could not reset its cache")
         self.core.reset_mm_cache()
         self.core.reset_encoder_cache()
+        if level == 2:
+            # They lie in memory that is dropped with the weights. Some versions drop them when weights are read again,
+            # others go on with whatever is in that memory then.
+            self.adapters.unload_all()
         self.executor.sleep(level)
 
     def wake_up(self, tags: Sequence[str], reload_weights: bool) -> None:
@@ -305,7 +325,6 @@ class VllmCore:
         self.executor.wake_up(list(tags))
         if reload_weights:
             self.executor.collective_rpc("reload_weights")
-            self.adapters.forget()
 
     def shutdown(self) -> None:
         """End the workers and free what they hold."""

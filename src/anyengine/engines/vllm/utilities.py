@@ -7,7 +7,6 @@ from typing import Any
 
 from anyengine.brief import brief
 from anyengine.engine.core import EngineCore, utility
-from anyengine.engine.loading import import_object
 from anyengine.engines.vllm import internals
 from anyengine.params import LoRARequest
 
@@ -54,13 +53,17 @@ class VllmUtilities(EngineCore):
     def add_lora(self, lora_request: Mapping[str, Any]) -> bool:
         """Load an adapter; false if it is there already.
 
-        :raises TypeError, RequestError: if the fields are not those of a LoRARequest, or vLLM cannot load it
+        :raises TypeError, RequestError: if the fields are not those of a LoRARequest, vLLM cannot load it, its number
+            or name is that of another one, or all that are loaded are in use or pinned
         """
         return self._vllm.adapters.load(LoRARequest(**lora_request))
 
     @utility
     def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; whether there was one. Requests that use it load it again."""
+        """Unload an adapter; whether there was one.
+
+        :raises RequestError: if there are requests for it
+        """
         return self._vllm.adapters.remove(lora_id)
 
     @utility
@@ -92,7 +95,8 @@ class VllmUtilities(EngineCore):
         Whoever may call this may run whatever can be imported there.
 
         :raises ValueError: if a ``timeout`` is given
-        :raises Exception: what a worker raised
+        :raises WorkerCallError: if a worker raised; the others have done it all the same
+        :raises UnencodableError: if what a worker returned cannot travel
         """
         if timeout is not None:
             raise ValueError(
@@ -100,8 +104,7 @@ class VllmUtilities(EngineCore):
                 "answer for that of the next call; pass None, and to wait no longer than that use call_utility with a "
                 "timeout"
             )
-        target = import_object(method) if ":" in method else method
-        return self._vllm.core.collective_rpc(target, None, tuple(args), dict(kwargs or {}))
+        return self._vllm.call_workers(method, args, kwargs or {})
 
     @utility
     def execute_dummy_batch(self) -> None:

@@ -28,6 +28,7 @@ class WorkerWatch:
     def __init__(self) -> None:
         self.failure: str | None = None
         self._failed = threading.Event()
+        self._lock = threading.Lock()  # nobody writes to a descriptor that is closed, or another's by then
         self._closing = False
         self._workers: Sequence[BaseProcess] = ()
         self._thread: threading.Thread | None = None
@@ -45,10 +46,11 @@ class WorkerWatch:
 
     def fail(self, failure: str) -> None:
         """Take note of a failure, the first of which counts. Any thread may call this."""
-        if self.failure is None and not self._closing:
-            self.failure = failure
-            self._failed.set()
-            os.write(self._failure_end, b"x")
+        with self._lock:
+            if self.failure is None and not self._closing:
+                self.failure = failure
+                self._failed.set()
+                os.write(self._failure_end, b"x")
 
     def fail_without_workers(self) -> None:
         """Take note that vLLM gives its executor up; if a worker process has died, the watch itself says which."""
@@ -68,9 +70,10 @@ class WorkerWatch:
 
     def close(self) -> None:
         """End the watch, before the workers are ended in good order."""
-        if self._closing:
-            return
-        self._closing = True
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
         os.close(self._stop_end)
         if self._thread is not None:
             self._thread.join()
