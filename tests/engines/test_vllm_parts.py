@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from tests.helpers import is_running, until_sync
 
+from anyengine import MultiModalFeature, MultiModalField, RequestError
 from anyengine.engines.vllm import VllmEngine, installed, internals
+from anyengine.engines.vllm.leftovers import files_in
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.engines.vllm.outputs import FailedRow, step_outputs
 from anyengine.engines.vllm.ranks import take_rank
@@ -251,8 +253,19 @@ def test_a_version_that_lacks_something_is_refused_by_name(monkeypatch: pytest.M
 
     monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     monkeypatch.setattr(installed, "find", lambda path: "0.1.2" if path == "vllm:__version__" else Incomplete)
-    with pytest.raises(ImportError, match=r"vllm 0.1.2 is not supported: .*EngineCore has no preprocess_add_request"):
+    with pytest.raises(ImportError, match=r"vllm 0.1.2 is not supported: .* has no __init__\(keep_on_cpu\); 0.27"):
         installed.import_vllm()
+
+
+def test_a_method_that_lacks_a_parameter_is_refused_by_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Renderer:
+        def render(self, prompts: list[str], *, fast: bool = False) -> None:
+            pass
+
+    monkeypatch.setattr(installed, "find", lambda path: "0.1.2" if path == "vllm:__version__" else Renderer)
+    installed.require({"vllm:Renderer": ("render", "render(fast)")})
+    with pytest.raises(ImportError, match=r"vllm:Renderer has no render\(slow\), paint\(fast\); "):
+        installed.require({"vllm:Renderer": ("render(fast)", "render(slow)", "paint(fast)")})
 
 
 # ---- ranks ----
@@ -284,6 +297,62 @@ def test_bad_ranks(arguments: dict[str, Any], expected: str) -> None:
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("more", "local_size", "local"),
+    [({}, 4, 3), ({"data_parallel_size_local": None}, 4, 3), ({"data_parallel_size_local": 2}, 2, 1)],
+)
+def test_hosts_are_filled_in_rank_order(more: dict[str, Any], local_size: int, local: int) -> None:
+    rank, rest = take_rank({"model": "a", "data_parallel_size": 4, "data_parallel_rank": 3, **more})
+    assert rank == (3, 4, local_size)
+    assert rank.local == local
+    assert rest == {"model": "a", "data_parallel_size": 4, **more}
+
+
+# ---- what is left ----
+
+
+class Envs(ModuleType):
+    """vllm.envs, which keeps what it has read when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("vllm.envs")
+        self._kept: str | None = None
+
+    @property
+    def VLLM_RPC_BASE_PATH(self) -> str:
+        return self._kept or os.environ.get("VLLM_RPC_BASE_PATH", "default")
+
+    def enable_envs_cache(self) -> None:
+        self._kept = self.VLLM_RPC_BASE_PATH
+
+    def disable_envs_cache(self) -> None:
+        self._kept = None
+
+
+@pytest.mark.parametrize("base", [None, "/elsewhere"])
+@pytest.mark.parametrize("connector", [None, "kv_transfer_config", "ec_transfer_config"])
+def test_vllm_keeps_no_directory_that_is_gone(
+    base: str | None, connector: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envs, network = Envs(), ModuleType("vllm.utils.network_utils")
+    monkeypatch.setitem(sys.modules, "vllm.envs", envs)
+    monkeypatch.setitem(sys.modules, "vllm.utils.network_utils", network)
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    if base is not None:
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", base)
+    before = base or "default"
+    config = SimpleNamespace(**{"kv_transfer_config": None, **({} if connector is None else {connector: object()})})
+    envs.enable_envs_cache()  # by an engine before
+    for _ in range(2):
+        with files_in(tmp_path, config):
+            assert (str(tmp_path) if connector is None else before) == envs.VLLM_RPC_BASE_PATH
+            envs.enable_envs_cache()  # as EngineCore does
+        assert (os.environ.get("VLLM_RPC_BASE_PATH"), envs.VLLM_RPC_BASE_PATH) == (base, before)
+    with pytest.raises(InterruptedError), files_in(tmp_path, config):
+        raise InterruptedError
+    assert (os.environ.get("VLLM_RPC_BASE_PATH"), envs.VLLM_RPC_BASE_PATH) == (base, before)
+
+
 # ---- requests ----
 
 
@@ -295,6 +364,22 @@ def test_only_the_cpus_generator_is_tried(device: str, monkeypatch: pytest.Monke
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True), device_config=SimpleNamespace(device_type=device)
     )
     assert core._seeds_are_safe
+
+
+def test_features_are_refused_before_their_places_are_looked_at() -> None:
+    class Costly(MultiModalFeature):
+        def places(self) -> set[int]:
+            pytest.fail("its places were looked at")
+
+    feature = Costly(modality="image", identifier="x", offset=0, length=1, fields={"a": MultiModalField(data=1)})
+    core: Any = object.__new__(internals.VllmCore)
+    core._features = None
+    with pytest.raises(RequestError, match="features: this model takes none"):
+        core._multimodal([1], [feature])
+    core._features = Mock()
+    core._features.fitted.side_effect = RequestError("too many")
+    with pytest.raises(RequestError, match="too many"):
+        core._multimodal([1], [feature])
 
 
 # ---- pausing and sleeping, which need a GPU in earnest ----

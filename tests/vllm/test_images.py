@@ -9,11 +9,19 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 from tests.vllm import setups
 from tests.vllm.image_model import ARGUMENTS, ONE, TWO, make_model, prompt_of
 from tests.vllm.reference import run_reference
 
-from anyengine import EngineClient, MultiModalFeature, RequestError, SamplingParams, open_engine_client
+from anyengine import (
+    EngineClient,
+    MultiModalFeature,
+    MultiModalField,
+    RequestError,
+    SamplingParams,
+    open_engine_client,
+)
 from anyengine.engines.vllm.inputs import VllmInputs
 
 # vLLM is in this process, too, and what it warns of is not ours.
@@ -152,6 +160,8 @@ def with_field(name: str, make: Callable[[Any], Any]) -> Callable[[Features], Fe
     return changed
 
 
+EMBEDS = MultiModalField(data=torch.zeros(20, 128))
+
 WRONG: dict[str, tuple[Callable[[Features], Features], str]] = {
     "modality": (change(modality="video"), "one of modality 'video'; the engine takes image"),
     "passed through": (change(modality="prompt_embeds"), "one of modality 'prompt_embeds'; the engine takes image"),
@@ -171,6 +181,48 @@ WRONG: dict[str, tuple[Callable[[Features], Features], str]] = {
         with_field("num_patches", lambda field: dataclasses.replace(field, batching="shared")),
         r"fields\['num_patches'\] is shared, of 0 dimensions",
     ),
+    "a mask of the wrong rank": (
+        with_field("pixel_attention_mask", lambda field: dataclasses.replace(field, data=field.data[0])),
+        r"fields\['pixel_attention_mask'\] is flat, of 2 dimensions and integers; the model's processor makes",
+    ),
+    "no mask": (with_field("pixel_attention_mask", lambda field: None), r"fields lacks pixel_attention_mask"),
+    "no number of tiles": (with_field("num_patches", lambda field: None), r"fields lacks num_patches"),
+    "joined elsewhere": (
+        with_field("pixel_values", lambda field: dataclasses.replace(field, dim=3)),
+        r"fields\['pixel_values'\] is flat along dimension 3, of 4 .*; the model's .* makes flat, of 4 dimensions",
+    ),
+    "joined nowhere": (
+        with_field("pixel_values", lambda field: dataclasses.replace(field, dim=63)),
+        r"is flat along dimension 63",
+    ),
+    "on another device": (
+        with_field("pixel_values", lambda field: dataclasses.replace(field, keep_on_cpu=True)),
+        r"of 4 dimensions and floats, kept on the CPU; the model's processor makes flat, of 4 dimensions and floats$",
+    ),
+    "a number": (
+        with_field("pixel_values", lambda field: dataclasses.replace(field, data=3)),
+        r"fields\['pixel_values'\] is flat, a number; the model's",
+    ),
+    "numbers": (
+        with_field("pixel_values", lambda field: dataclasses.replace(field, data=[1, 2])),
+        r"fields\['pixel_values'\]: expected a tensor, or a list of tensors that are alike; the model's",
+    ),
+    "nothing": (with_field("pixel_values", lambda field: dataclasses.replace(field, data=[])), "expected a tensor"),
+    "embeddings": (
+        lambda features: change(fields={**features[0].fields, "image_embeds": EMBEDS})(features),
+        r"fields has image_embeds; the model's processor makes num_patches, pixel_attention_mask, pixel_values",
+    ),
+    "a field of no model's": (
+        lambda features: change(
+            fields={**features[0].fields, "foo": MultiModalField(data=torch.zeros(3), batching="flat", dim=5)}
+        )(features),
+        r"fields has foo; the model's processor makes",
+    ),
+    "more places than embeddings": (
+        change(offset=0, length=42, is_embed=None),
+        r"features\[0\] has places for 42 embeddings, by its length and is_embed; the model makes 20 of it",
+    ),
+    "places for none": (change(is_embed=torch.zeros(33, dtype=torch.bool)), r"has places for 0 embeddings"),
     "too many": (
         lambda features: [
             dataclasses.replace(features[0], offset=number, length=1, is_embed=None) for number in range(3)
@@ -193,8 +245,38 @@ async def test_what_is_wrong_with_a_feature_is_its_requests_alone(
             for make, message in WRONG.values():
                 with pytest.raises(RequestError, match=message):
                     await generate(client, prompt, make(features))
+            tiles = with_field("pixel_values", lambda field: dataclasses.replace(field, data=list(field.data)))
+            assert await generate(client, prompt, tiles(features)) == expected[0]
             assert (await anext(beside)).token_ids[0] == expected[0][0]
         assert await generate_all(client, image_requests) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_embeddings_in_place_of_an_image(
+    model: Path, image_requests: list[tuple[list[int], Features]], expected: list[list[int]], traces: setups.Traces
+) -> None:
+    prompt, features = image_requests[0]
+    wrong = {
+        "lacks num_patches, pixel_attention_mask, pixel_values": {"foo": MultiModalField(data=1)},
+        "lacks pixel_values": {name: features[0].fields[name] for name in ("num_patches", "pixel_attention_mask")},
+        "has foo": {**features[0].fields, "foo": MultiModalField(data=1)},
+        "expected floats, of dimensions tokens x width": {"image_embeds": MultiModalField(data=3)},
+        r"\['image_embeds'\] is 64 wide; the model's embeddings are 128": {
+            "image_embeds": MultiModalField(data=torch.zeros(20, 64))
+        },
+        "has places for 20 embeddings, by its length and is_embed; the model makes 5 of it": {
+            "image_embeds": MultiModalField(data=torch.zeros(5, 128))
+        },
+    }
+    async with open_engine_client(spec(model, enable_mm_embeds=True), launcher=traces.launcher()) as client:
+        assert await generate(client, prompt, features) == expected[0]
+        answer = await generate(client, prompt, change(fields={"image_embeds": EMBEDS})(features))
+        assert len(answer) == 8 and answer != expected[0]
+        for message, fields in wrong.items():
+            with pytest.raises(RequestError, match=message):
+                await generate(client, prompt, change(fields=fields)(features))
+        assert await generate(client, prompt, features) == expected[0]
 
 
 @pytest.mark.slow
@@ -258,6 +340,7 @@ async def test_a_prompt_that_vllm_refuses(inputs: VllmInputs) -> None:
         (prompt_of("No place for it", [1]), "AssertionError: Failed to apply prompt replacement"),
         ({"prompt": ONE, "multi_modal_data": {"image": "a path"}}, "vLLM refuses the prompt"),
         ({}, "Prompt dictionary must contain text, tokens, or embeddings"),
+        ({**prompt_of(ONE, [1]), "cache_salt": "mine"}, "pass it to the request, as cache_salt="),
     ):
         with pytest.raises(RequestError, match=message):
             await inputs.process(prompt)
@@ -265,3 +348,19 @@ async def test_a_prompt_that_vllm_refuses(inputs: VllmInputs) -> None:
         await inputs.process("text")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="vLLM's EngineArgs have no 'modle'; did you mean 'model'"):
         await VllmInputs.load(modle="x")
+
+
+@pytest.mark.slow
+async def test_inputs_for_a_rank_and_for_the_default_model(
+    image_requests: list[tuple[list[int], Features]], inputs: VllmInputs, model: Path
+) -> None:
+    arguments = {**setups.ARGUMENTS, **ARGUMENTS, "model": str(model), "data_parallel_size": 2, "data_parallel_rank": 1}
+    of_rank = await VllmInputs.load(**arguments, data_parallel_size_local=1)
+    prompt, features = await of_rank.process(prompt_of(*REQUESTS[0]))
+    assert prompt == image_requests[0][0]
+    assert [feature.identifier for feature in features] == [image_requests[0][1][0].identifier]
+    of_text = await VllmInputs.load(**setups.ARGUMENTS, enable_prompt_embeds=True)
+    prompt, features = await of_text.process({"prompt": "Hello"})
+    assert len(prompt) == 1 and features == []
+    with pytest.raises(RequestError, match=r"vLLM makes 'embeds' of the prompt, .* go to the request, as prompt_emb"):
+        await of_text.process({"prompt_embeds": torch.zeros(4, 576)})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from anyengine.engines.vllm.installed import find
 from anyengine.errors import RequestError
@@ -39,86 +38,6 @@ def tokens_beside(token_ids: Sequence[int], features: Sequence[MultiModalFeature
     """The tokens of a prompt of which no encoder's output takes the place."""
     taken = {place for feature in features for place in feature.places()}
     return [token for place, token in enumerate(token_ids) if place not in taken]
-
-
-class ModelFeatures:
-    """What a model takes: the limits of each modality, and the fields that its own processor makes of an item.
-
-    An encoder that is given something else raises in the middle of a step, and ends the engine. What shapes and values
-    mean only the model knows; who has features of its processor has them right.
-    """
-
-    def __init__(self, config: Any, processor: Any) -> None:
-        self._info = processor.info
-        self._takes_embeds: bool = config.model_config.get_multimodal_config().enable_mm_embeds
-        # With a limit of 0 and embeddings allowed, embeddings are all that comes, in any number.
-        self._layouts = {
-            modality: _layout(config, processor, modality) if limit else None
-            for modality, limit in self._info.allowed_mm_limits.items()
-            if limit or self._takes_embeds
-        }
-
-    def check(self, features: Sequence[MultiModalFeature]) -> None:
-        """Refuse what the model has no encoder for.
-
-        :raises RequestError: if a modality, or a field of an item, is not what the model takes
-        :raises ValueError: if there are more items of a modality than the engine allows
-        """
-        for modality, count in Counter(feature.modality for feature in features).items():
-            if modality not in self._layouts:
-                known = ", ".join(self._layouts) or "none"
-                raise RequestError(f"features: there is one of modality {modality!r}; the engine takes {known}")
-            if self._layouts[modality] is not None:
-                self._info.validate_num_items(modality, count)
-        for index, feature in enumerate(features):
-            self._check_fields(f"features[{index}].fields", feature)
-
-    def _check_fields(self, where: str, feature: MultiModalFeature) -> None:
-        layout = self._layouts[feature.modality] or {}
-        if not self._takes_embeds:
-            # Others may be optional; these are what is encoded.
-            encoded = [name for name, kind in layout.items() if kind.is_float and kind.dimensions > 1]
-            missing = [name for name in encoded if name not in feature.fields]
-            if missing:
-                raise RequestError(
-                    f"{where} lacks {', '.join(missing)}; the model's processor makes {', '.join(layout)}"
-                )
-        for name, field in feature.fields.items():
-            expected, given = layout.get(name), _kind_of(field)
-            if expected is not None and given is not None and given != expected:
-                raise RequestError(f"{where}[{name!r}] is {given}; the model's processor makes {expected}")
-
-
-class _Kind(NamedTuple):
-    batching: Batching
-    dimensions: int
-    is_float: bool
-
-    def __str__(self) -> str:
-        numbers = "floats" if self.is_float else "integers"
-        return f"{self.batching}, of {self.dimensions} dimensions and {numbers}"
-
-
-def _kind_of(field: MultiModalField) -> _Kind | None:
-    if not hasattr(field.data, "shape"):
-        return None  # a list, of items whose shapes differ
-    data = find("torch:as_tensor")(field.data)
-    return _Kind(field.batching, data.dim(), data.is_floating_point())
-
-
-def _layout(config: Any, processor: Any, modality: str) -> Mapping[str, _Kind]:
-    """The fields of the example that vLLM has for measuring; none if there is no example."""
-    try:
-        if hasattr(processor, "get_dummy_mm_inputs"):
-            example = processor.get_dummy_mm_inputs({modality: 1}, scheduler_config=config.scheduler_config)
-        else:
-            registry = find("vllm.multimodal:MULTIMODAL_REGISTRY")
-            example = registry.get_dummy_mm_inputs(config.model_config, {modality: 1}, processor=processor)
-        (feature,) = features_of(example)
-    except Exception:
-        return {}
-    kinds = {name: _kind_of(field) for name, field in sorted(feature.fields.items())}
-    return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def features_of(rendered: Mapping[str, Any]) -> list[MultiModalFeature]:
@@ -158,7 +77,7 @@ def _field(element: Any) -> MultiModalField:
 def _item(feature: MultiModalFeature) -> Any:
     element = find("vllm.multimodal.inputs:MultiModalFieldElem")
     return find("vllm.multimodal.inputs:MultiModalKwargsItem")(
-        {name: element(data=_tensors(name, field.data), field=_kind(field)) for name, field in feature.fields.items()}
+        {name: element(data=_tensors(field.data), field=_kind(field)) for name, field in feature.fields.items()}
     )
 
 
@@ -173,17 +92,23 @@ def _kind(field: MultiModalField) -> Any:
     return find(f"vllm.multimodal.inputs:{name}")(keep_on_cpu=field.keep_on_cpu, **more)
 
 
-def _tensors(name: str, data: Any) -> Any:
+def _tensors(data: Any) -> Any:
     if isinstance(data, list):
-        return [_tensors(name, item) for item in cast("list[Any]", data)]
-    if isinstance(data, int | float):
-        return data
+        return [_tensors(item) for item in cast("list[Any]", data)]
+    return data if isinstance(data, int | float) else as_tensor(data)
+
+
+def as_tensor(data: Any) -> Any:
+    """An array as a tensor.
+
+    :raises RequestError: if torch has no such
+    """
     try:
         return find("torch:as_tensor")(data)
     except (TypeError, RuntimeError, ValueError) as error:
-        raise RequestError(f"the feature's field {name!r} cannot be made a tensor: {error}") from error
+        raise RequestError(f"a feature holds what cannot be made a tensor: {error}") from error
 
 
 def _position(feature: MultiModalFeature) -> Any:
-    mask = None if feature.is_embed is None else find("torch:as_tensor")(feature.is_embed)
+    mask = None if feature.is_embed is None else as_tensor(feature.is_embed)
     return find("vllm.multimodal.inputs:PlaceholderRange")(feature.offset, feature.length, mask)

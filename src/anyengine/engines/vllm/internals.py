@@ -10,10 +10,11 @@ from typing import Any
 
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.vllm.adapters import Adapters
-from anyengine.engines.vllm.features import ModelFeatures, engine_input, tokens_beside
+from anyengine.engines.vllm.features import engine_input, tokens_beside
 from anyengine.engines.vllm.installed import find, import_vllm
 from anyengine.engines.vllm.leftovers import files_in, scratch_directory, start_resource_tracker
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
+from anyengine.engines.vllm.model_features import ModelFeatures
 from anyengine.engines.vllm.outputs import FailedRow
 from anyengine.engines.vllm.parameters import embeddings, engine_args, lora_request, pooling_params, sampling_params
 from anyengine.engines.vllm.ranks import Rank
@@ -186,11 +187,11 @@ class VllmCore:
         return ModelFeatures(self.config, self._processor.renderer.get_mm_processor())
 
     def _multimodal(self, tokens: list[int], features: Sequence[MultiModalFeature]) -> dict[str, Any]:
-        # What an encoder's output takes the place of may be a number that the model has no token for.
-        self._check_tokens(tokens_beside(tokens, features))
         if self._features is None:
             raise RequestError("features: this model takes none")
-        self._features.check(features)
+        features = self._features.fitted(features)
+        # What an encoder's output takes the place of may be a number that the model has no token for.
+        self._check_tokens(tokens_beside(tokens, features))
         return engine_input(tokens, features)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
