@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from tests.helpers import is_running, until_sync
 
+from anyengine import MultiModalFeature, MultiModalField, RequestError
 from anyengine.engines.vllm import VllmEngine, installed, internals
 from anyengine.engines.vllm.leftovers import files_in
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
@@ -385,6 +386,22 @@ def test_only_the_cpus_generator_is_tried(device: str, monkeypatch: pytest.Monke
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True), device_config=SimpleNamespace(device_type=device)
     )
     assert core._seeds_are_safe
+
+
+def test_features_are_refused_before_their_places_are_looked_at() -> None:
+    class Costly(MultiModalFeature):
+        def places(self) -> set[int]:
+            pytest.fail("its places were looked at")
+
+    feature = Costly(modality="image", identifier="x", offset=0, length=1, fields={"a": MultiModalField(data=1)})
+    core: Any = object.__new__(internals.VllmCore)
+    core._features = None
+    with pytest.raises(RequestError, match="features: this model takes none"):
+        core._multimodal([1], [feature])
+    core._features = Mock()
+    core._features.fitted.side_effect = RequestError("too many")
+    with pytest.raises(RequestError, match="too many"):
+        core._multimodal([1], [feature])
 
 
 # ---- pausing and sleeping, which need a GPU in earnest ----
