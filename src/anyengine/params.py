@@ -13,6 +13,7 @@ from typing import Any, TypedDict, cast
 
 from anyengine.brief import brief
 from anyengine.errors import RequestError
+from anyengine.keywords import explain_unknown
 from anyengine.multimodal import MultiModalFeature
 from anyengine.types import U32_MAX
 
@@ -50,6 +51,19 @@ class StructuredOutputs:
             _require(fits, f"StructuredOutputs.{name}", cast("object", value), expected)
 
 
+_ELSEWHERE = {
+    "stop": "stop strings are found in text, so give stop=[...] to anyengine.text (ModelText.open_stream, generate); "
+    "tokens that end a request are stop_token_ids",
+    "n": "n completions are n requests, each with a seed of its own",
+    "extra_args": "here it is 'extra'",
+    "output_kind": "an output always holds what is new since the last one",
+    "skip_special_tokens": "give it to anyengine.text (ModelText.open_stream, generate)",
+    "include_stop_str_in_output": "give it to anyengine.text (ModelText.open_stream, generate)",
+}
+"""What vLLM's and OpenAI's parameters have besides, and what is written for it here."""
+
+
+@explain_unknown(_ELSEWHERE)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled, by the field's standard names (those of vLLM's and OpenAI's APIs).
@@ -59,7 +73,7 @@ class SamplingParams:
     options and is open. An engine lists at READY what it supports, and anything else that differs from its default is
     refused by name at the call.
 
-    :raises TypeError: if a field has the wrong type
+    :raises TypeError: if there is no such field, or one has the wrong type
     :raises RequestError: if a value is out of its range
     """
 
@@ -125,7 +139,7 @@ class PoolingParams:
     def __post_init__(self) -> None:
         _require(isinstance(self.task, str), "PoolingParams.task", self.task, "a string")
         if self.dimensions is not None:
-            _integer(1, U32_MAX)("PoolingParams.dimensions", self.dimensions)
+            _count("PoolingParams.dimensions", self.dimensions)
         if self.use_activation is not None:
             _boolean("PoolingParams.use_activation", self.use_activation)
 
@@ -148,7 +162,7 @@ class LoRARequest:
             _require(isinstance(value, str), f"LoRARequest.{name}", value, "a string")
             if not value:
                 raise RequestError(f"LoRARequest.{name}='': expected at least one character")
-        _integer(1, U32_MAX)("LoRARequest.lora_int_id", self.lora_int_id)
+        _count("LoRARequest.lora_int_id", self.lora_int_id)
 
 
 class RequestKeywords(TypedDict, total=False):
@@ -211,6 +225,17 @@ def _integer(low: int, high: int) -> _Check:
         return value
 
     return check
+
+
+_count = _integer(1, U32_MAX)
+
+
+def _max_tokens(where: str, value: Any) -> Any:
+    if value is None:
+        raise TypeError(
+            f"{where}=None: expected an integer; for as many as fit write client.info.max_model_len - len(token_ids)"
+        )
+    return _count(where, value)
 
 
 def _number(low: float, high: float, *, above: bool = False) -> _Check:
@@ -284,7 +309,7 @@ def _extra(where: str, value: Any) -> Any:
 
 
 _SAMPLING_CHECKS: Mapping[str, _Check] = {
-    "max_tokens": _integer(1, U32_MAX),
+    "max_tokens": _max_tokens,
     "min_tokens": _integer(0, U32_MAX),
     "temperature": _number(0.0, math.inf),
     "top_p": _number(0.0, 1.0, above=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from anyengine import (
     open_engine_client,
 )
 from anyengine.testing import scripted_spec
+
+TRANSFORMERS = "anyengine.engines.transformers:TransformersEngine"
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -283,8 +286,18 @@ def test_the_engine_says_what_happens_and_ends_on_ctrl_c(hand: Hand) -> None:
         ([SCRIPTED, "--connect", "ipc:///tmp/x", "--keys", "/no/such/file"], 2, "cannot be read"),
         ([SCRIPTED, "step_delay", "--connect", "ipc:///tmp/x"], 2, "is not NAME=VALUE"),
         ([SCRIPTED, "--connect", "tcp://a b:4000", "--keys", "KEYS"], 2, "cannot be connected to"),
-        (["no.such:Engine", "--connect", "ipc:///tmp/x"], 1, "No module named 'no'"),
-        ([SCRIPTED, "no_such=1", "--connect", "ipc:///tmp/x"], 1, "no_such"),
+        (["no.such:Engine", "--connect", "ipc:///tmp/x"], 2, "No module named 'no'"),
+        (["scripted", "--connect", "ipc:///tmp/x"], 2, "'scripted' does not have the form package.module:Class"),
+        (
+            [f"{SCRIPTED}s", "--connect", "ipc:///tmp/x"],
+            2,
+            "has no 'ScriptedEngines'; it has the engines ScriptedEngine",
+        ),
+        ([SCRIPTED, "no_such=1", "--connect", "ipc:///tmp/x"], 2, "ScriptedEngine has no argument 'no_such'; it has "),
+        ([SCRIPTED, "stepdelay=1", "--connect", "ipc:///tmp/x"], 2, "did you mean 'step_delay'?"),
+        ([TRANSFORMERS, "model=/nope", "--connect", "ipc:///tmp/x"], 2, "engine: FileNotFoundError: model='/nope'"),
+        ([SCRIPTED, "--conect", "ipc:///tmp/x"], 2, "no option --conect; did you mean '--connect'?"),
+        ([SCRIPTED, "--conn=ipc:///tmp/x"], 2, "no option --conn; did you mean '--connect'?"),
     ],
 )
 def test_bad_arguments_of_the_engine(hand: Hand, words: list[str], code: int, message: str) -> None:
@@ -293,6 +306,18 @@ def test_bad_arguments_of_the_engine(hand: Hand, words: list[str], code: int, me
     result = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=20, check=False)
     assert result.returncode == code
     assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_package_that_loading_needs_is_missing() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from anyengine.engine.attach import main; "
+        f"sys.exit(main(['{TRANSFORMERS}', '--connect', 'ipc:///tmp/x']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 1
+    assert re.search(r"^anyengine engine: .*torch", result.stderr, re.MULTILINE)
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

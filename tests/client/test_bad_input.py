@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -126,7 +128,12 @@ async def test_numpy_token_ids_are_taken(client: EngineClient) -> None:
         ({"repetition_penalty": 0}, RequestError, ["repetition_penalty=0"]),
         ({"structured_outputs": "json"}, TypeError, ["structured_outputs='json'"]),
         ({"extra": {1: 2}}, TypeError, ["extra", "string keys"]),
-        ({"temprature": 1.0}, TypeError, ["temprature"]),
+        ({"max_tokens": None}, TypeError, ["max_tokens=None", "client.info.max_model_len - len(token_ids)"]),
+        ({"temprature": 1.0}, TypeError, ["no 'temprature'", "did you mean 'temperature'?"]),
+        ({"max_tokens": 3, "zzz": 1}, TypeError, ["no 'zzz'", "it has max_tokens, min_tokens"]),
+        ({"stop": ["a"]}, TypeError, ["no 'stop'", "give stop=[...] to anyengine.text"]),
+        ({"n": 2}, TypeError, ["no 'n'", "n completions are n requests"]),
+        ({"extra_args": {}}, TypeError, ["no 'extra_args'", "'extra'"]),
     ],
 )
 def test_sampling_parameters(arguments: dict[str, Any], error: type[Exception], words: list[str]) -> None:
@@ -134,6 +141,12 @@ def test_sampling_parameters(arguments: dict[str, Any], error: type[Exception], 
         SamplingParams(**arguments)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_the_fields_of_sampling_parameters_are_in_their_signature() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == [
+        field.name for field in dataclasses.fields(SamplingParams)
+    ]
 
 
 def test_structured_outputs_take_exactly_one_shape() -> None:
