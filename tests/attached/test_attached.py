@@ -196,7 +196,7 @@ async def test_an_exception_in_the_engine_comes_with_its_traceback(hand: Hand) -
     assert "boom-583" in hand.log(engine)
 
 
-async def test_an_engine_that_comes_back_is_a_new_one(hand: Hand) -> None:
+async def test_an_engine_that_comes_back_is_a_new_one(hand: Hand, caplog: pytest.LogCaptureFixture) -> None:
     first = hand.start("step_delay=0.001")
     policy = RestartPolicy(limit=2, backoff=0)
     async with open_engine_client(address=hand.address(), restart=policy) as client:
@@ -209,6 +209,8 @@ async def test_an_engine_that_comes_back_is_a_new_one(hand: Hand) -> None:
         second = hand.start()
         assert (await client.generate([5], SamplingParams(max_tokens=1))).token_ids == [6]
         assert client.health().pid == second.pid
+    assert "is gone: its connection was lost; waiting for one to come back (1 of 2)" in caplog.text
+    assert "restart" not in caplog.text
 
 
 async def test_one_that_comes_back_before_it_is_expected_is_not_turned_away(hand: Hand) -> None:
