@@ -30,3 +30,5 @@ def test_output_that_is_no_part_of_the_traceback_is_kept() -> None:
 
 def test_an_end_whose_status_is_not_known() -> None:
     assert report().startswith("engine 0 (pid 7) died while it was serving: exit status unknown\n")
+    raised = report(exception_type="ValueError", exception_message="bad", traceback=TRACEBACK)
+    assert raised.startswith("engine 0 (pid 7) died while it was serving: by an exception\nValueError: bad\n")

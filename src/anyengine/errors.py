@@ -61,7 +61,8 @@ class CrashReport:
             return f"signal {_signal_name(self.signal)} ({self.signal})"
         if self.exit_code is not None:
             return f"exit code {self.exit_code}"
-        return "exit status unknown"
+        # It has said why it ends, but has not ended yet; or somebody else has taken its exit status.
+        return "exit status unknown" if self.exception_type is None else "by an exception"
 
     @property
     def advice(self) -> str:
