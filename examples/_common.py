@@ -7,9 +7,11 @@ an engine that needs no model and recites one sentence over and over, whatever i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import anyio
@@ -64,8 +66,10 @@ def parser(description: str | None, backends: Sequence[str] = ("asyncio", "trio"
     """The options of every example; the first backend is the default."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--backend", choices=backends, default=backends[0])
-    default = os.environ.get("ANYENGINE_EXAMPLE_ENGINE", "default")
-    options.add_argument("--engine", choices=("default", "scripted"), default=default)
+    default, engines = os.environ.get("ANYENGINE_EXAMPLE_ENGINE", "default"), ("default", "scripted")
+    if default not in engines:  # argparse checks no defaults
+        options.error(f"ANYENGINE_EXAMPLE_ENGINE={default!r}: expected {' or '.join(engines)}")
+    options.add_argument("--engine", choices=engines, default=default)
     return options
 
 
@@ -78,6 +82,18 @@ def show_progress(stage: str, fraction: float | None) -> None:
     """For ``open_engine_client(on_progress=...)``: say when a stage of loading ends."""
     if fraction == 1.0:
         print(f"[{stage}: done]", flush=True)
+
+
+@contextlib.contextmanager
+def ending_on_ctrl_c() -> Generator[None]:
+    """Around all that a program does: Ctrl-C ends it with exit code 130, as shells expect, and without a traceback."""
+    interrupted = False
+    try:
+        yield
+    except* KeyboardInterrupt:  # by itself, or in the group of a nursery
+        interrupted = True
+    if interrupted:
+        sys.exit(130)
 
 
 async def until_idle(client: EngineClient) -> None:

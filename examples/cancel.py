@@ -11,7 +11,7 @@ import time
 
 import anyio
 
-from _common import model, parser, show_progress, until_idle
+from _common import ending_on_ctrl_c, model, parser, show_progress, until_idle
 from anyengine import EngineClient, SamplingParams, open_engine_client
 
 SAMPLING = SamplingParams(max_tokens=500, temperature=0.0)
@@ -55,4 +55,5 @@ async def main(engine: str) -> None:
 
 if __name__ == "__main__":
     options = parser(__doc__).parse_args()
-    anyio.run(main, options.engine, backend=options.backend)
+    with ending_on_ctrl_c():
+        anyio.run(main, options.engine, backend=options.backend)

@@ -10,7 +10,7 @@ runs nothing, as its own figures show.
 
 import anyio
 
-from _common import model, parser, show_progress, until_idle
+from _common import ending_on_ctrl_c, model, parser, show_progress, until_idle
 from anyengine import SamplingParams, open_engine_client
 
 QUESTIONS = ("What is the capital of France?", "And of Italy?")
@@ -39,4 +39,5 @@ if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--stop", action="append", metavar="TEXT", help="may be given several times")
     options = arguments.parse_args()
-    anyio.run(main, options.engine, options.stop or [",", "."], backend=options.backend)
+    with ending_on_ctrl_c():
+        anyio.run(main, options.engine, options.stop or [",", "."], backend=options.backend)

@@ -12,7 +12,7 @@ import signal
 
 import anyio
 
-from _common import parser
+from _common import ending_on_ctrl_c, parser
 from anyengine import EngineDeadError, EngineSpec, SamplingParams, open_engine_client
 
 SCRIPTED = "anyengine.engines.scripted:ScriptedEngine"
@@ -46,4 +46,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, backend=parser(__doc__).parse_args().backend)
+    options = parser(__doc__).parse_args()
+    with ending_on_ctrl_c():
+        anyio.run(main, backend=options.backend)

@@ -9,7 +9,7 @@ in the engine and its place in the batch is free for the others, which is why th
 
 import anyio
 
-from _common import Model, model, parser, show_progress, until_idle
+from _common import Model, ending_on_ctrl_c, model, parser, show_progress, until_idle
 from anyengine import EngineClient, SamplingParams, open_engine_client
 
 SUBJECTS = ("rivers", "bread", "the moon", "chess", "whales", "glass", "rain", "salt", "bees", "maps", "tea", "winter")
@@ -40,4 +40,5 @@ async def main(engine: str) -> None:
 
 if __name__ == "__main__":
     options = parser(__doc__).parse_args()
-    anyio.run(main, options.engine, backend=options.backend)
+    with ending_on_ctrl_c():
+        anyio.run(main, options.engine, backend=options.backend)

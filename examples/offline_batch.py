@@ -3,7 +3,7 @@
     python examples/offline_batch.py PROMPTS COMPLETIONS [--max-tokens N] [--concurrency N]
                                      [--backend trio|asyncio] [--engine default|scripted]
 
-Both files hold JSON lines. PROMPTS: ``{"id": "a", "prompt": "The sea is"}``, ids being strings or integers.
+Both files hold JSON lines in UTF-8. PROMPTS: ``{"id": "a", "prompt": "The sea is"}``, ids being strings or integers.
 COMPLETIONS, in the order in which requests end: ``{"id": "a", "text": " blue", "tokens": 5, "finish_reason":
 "length"}``, or ``{"id": "a", "error": "..."}`` for a request that the engine refused; the others go on.
 
@@ -35,14 +35,14 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
 
     :raises FileError: if a line is anything else
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
+                value = json.loads(line.decode())
             except ValueError as error:
-                raise FileError(f"{path}, line {number}: not JSON: {error}") from None
+                raise FileError(f"{path}, line {number}: not JSON in UTF-8: {error}") from None
             if not isinstance(value, dict) or type(value.get("id")) not in (str, int):
                 raise FileError(f'{path}, line {number}: expected an object with a string or integer "id"')
             yield value

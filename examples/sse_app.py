@@ -64,7 +64,8 @@ def parse(body: Any) -> tuple[Any, SamplingParams, Any]:
     :raises ValueError: if the body is not what it should be
     """
     prompt = body.get("messages", body.get("prompt")) if isinstance(body, dict) else None
-    if not prompt or not isinstance(prompt, list if "messages" in body else str):
+    is_chat = isinstance(prompt, list) and "messages" in body and all(isinstance(message, dict) for message in prompt)
+    if not prompt or not (is_chat or (isinstance(prompt, str) and "messages" not in body)):
         raise ValueError('expected a JSON object {"prompt": "some text", "max_tokens": 32}, or with "messages"')
     return prompt, SamplingParams(max_tokens=body.get("max_tokens", 32), temperature=0.0), body.get("stop", [])
 
@@ -143,6 +144,8 @@ def listen(port: int) -> socket.socket:
         listener = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         sys.exit(f"cannot listen: {error.strerror}")
+    except OverflowError:
+        sys.exit(f"cannot listen: port {port} is not from 0 to 65535")
     host, chosen = listener.getsockname()
     print(f"listening on http://{host}:{chosen}; answers come when the engine is ready", flush=True)
     return listener

@@ -9,7 +9,7 @@ end it is gone: the block has taken the process with it.
 
 import anyio
 
-from _common import model, parser, show_progress
+from _common import ending_on_ctrl_c, model, parser, show_progress
 from anyengine import SamplingParams, open_engine_client
 
 PROMPT = "Once upon a time, in a village by the sea,"
@@ -29,4 +29,5 @@ async def main(engine: str) -> None:
 
 if __name__ == "__main__":
     options = parser(__doc__).parse_args()
-    anyio.run(main, options.engine, backend=options.backend)
+    with ending_on_ctrl_c():
+        anyio.run(main, options.engine, backend=options.backend)

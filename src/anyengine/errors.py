@@ -31,8 +31,8 @@ class EngineError(Exception):
 class CrashReport:
     """What is known about the end of an engine; every waiter's error carries the same report.
 
-    ``exit_code`` is None while the process is not yet reaped or when a signal ended it; ``signal`` is the number of
-    that signal. ``exception_type``, ``exception_message`` and ``traceback`` come from the child when Python code in it
+    ``exit_code`` is None if it is not known (yet) or a signal ended the process; ``signal`` is the number of that
+    signal. ``exception_type``, ``exception_message`` and ``traceback`` come from the child when Python code in it
     raised, ``native_stack`` from faulthandler when native code crashed, and ``stderr_tail`` holds the last lines that
     the child printed. ``reason`` is this side's own finding (a limit that passed, messages that were lost). An engine
     that is ``attached`` was started by somebody else: ``pid`` is then a process of its own machine, and ``exit_code`` 0
@@ -61,7 +61,8 @@ class CrashReport:
             return f"signal {_signal_name(self.signal)} ({self.signal})"
         if self.exit_code is not None:
             return f"exit code {self.exit_code}"
-        return "no exit status yet"
+        # It has said why it ends, but has not ended yet; or somebody else has taken its exit status.
+        return "exit status unknown" if self.exception_type is None else "by an exception"
 
     @property
     def advice(self) -> str:
@@ -100,12 +101,21 @@ class CrashReport:
         for title, text in (
             ("traceback in the engine", self.traceback),
             ("native stack", self.native_stack),
-            ("last output", self.stderr_tail),
+            ("last output", _without_ending(self.stderr_tail, self.traceback or "")),
         ):
-            if text and not (title == "last output" and self.traceback and text.strip() == self.traceback.strip()):
+            if text:
                 lines.append(f"--- {title} ---\n{textwrap.indent(text.rstrip(), '  ')}")
         lines.append(self.advice)
         return "\n".join(lines)
+
+
+def _without_ending(output: str, traceback: str) -> str:
+    """The output without the traceback at its end, or whatever its last lines are of it: an engine prints that too."""
+    printed, known = output.rstrip().splitlines(), traceback.rstrip().splitlines()
+    while printed and known and printed[-1] == known[-1]:
+        printed.pop()
+        known.pop()
+    return "\n".join(printed)
 
 
 def _signal_name(number: int) -> str:

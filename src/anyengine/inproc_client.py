@@ -114,9 +114,9 @@ class InprocEngineClient(BlockingEngineUtilities):
         """
         self._check_open()
         tokens = check_prompt(prompt_token_ids, prompt_embeds, self.info)
-        sampling = check_sampling(sampling_params, self.info)
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
         checked = check_options(self.info, options, pooling)
+        sampling = check_sampling(sampling_params, self.info)
         check_features(checked.features, tokens)
         if check_request_id(request_id) is not None and request_id in self._ids.values():
             raise RequestError(f"request_id={brief(request_id)}: a live request has this id")

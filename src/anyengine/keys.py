@@ -47,13 +47,15 @@ class ConnectionKeys:
         try:
             mode, text = os.stat(path).st_mode, Path(path).read_bytes()
         except OSError as error:
-            raise KeysError(f"{os.fspath(path)} cannot be read: {error.strerror}; `anyengine keys` makes one") from None
+            raise KeysError(
+                f"{os.fspath(path)} cannot be read: {error.strerror}; `anyengine keys FILE` makes one"
+            ) from None
         if mode & 0o077:
             raise KeysError(f"{os.fspath(path)} can be read by others than its owner; chmod 600 it")
         try:
             fields: Any = json.loads(text)
         except ValueError:
-            raise KeysError(f"{os.fspath(path)} is not a file of keys; `anyengine keys` makes one") from None
+            raise KeysError(f"{os.fspath(path)} is not a file of keys; `anyengine keys FILE` makes one") from None
         if not isinstance(fields, dict) or sorted(cast("dict[str, Any]", fields)) != sorted(_FIELDS):
             raise KeysError(f"{os.fspath(path)} does not hold exactly {', '.join(_FIELDS)}")
         keys = cast("dict[str, Any]", fields)
@@ -72,7 +74,7 @@ class ConnectionKeys:
                     raise ValueError
         except (ValueError, zmq.ZMQError):
             raise KeysError(
-                f"{os.fspath(path)}: its keys do not belong together; `anyengine keys` makes new ones"
+                f"{os.fspath(path)}: its keys do not belong together; `anyengine keys FILE` makes new ones"
             ) from None
         return loaded
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, cast
 
 from anyengine.brief import brief
 from anyengine.checks import require, require_integer
 from anyengine.errors import RequestError
+from anyengine.keywords import explain_unknown
 from anyengine.multimodal import MultiModalFeature
 from anyengine.types import U32_MAX
 
@@ -51,6 +53,19 @@ class StructuredOutputs:
             require(fits, f"StructuredOutputs.{name}", cast("object", value), expected)
 
 
+_ELSEWHERE = {
+    "stop": "stop strings are found in text, so give stop=[...] to anyengine.text (ModelText.open_stream, generate); "
+    "tokens that end a request are stop_token_ids",
+    "n": "n completions are n requests, each with a seed of its own",
+    "extra_args": "here it is 'extra'",
+    "output_kind": "an output always holds what is new since the last one",
+    "skip_special_tokens": "give it to anyengine.text (ModelText.open_stream, generate)",
+    "include_stop_str_in_output": "give it to anyengine.text (ModelText.open_stream, generate)",
+}
+"""What vLLM's and OpenAI's parameters have besides, and what is written for it here."""
+
+
+@explain_unknown(_ELSEWHERE)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled, by the field's standard names (those of vLLM's and OpenAI's APIs).
@@ -60,7 +75,7 @@ class SamplingParams:
     options and is open. An engine lists at READY what it supports, and anything else that differs from its default is
     refused by name at the call.
 
-    :raises TypeError: if a field has the wrong type
+    :raises TypeError: if there is no such field, or one has the wrong type
     :raises RequestError: if a value is out of its range
     """
 
@@ -218,11 +233,22 @@ def _integer(low: int, high: int) -> _Check:
     return check
 
 
+_count = _integer(1, U32_MAX)
+
+
+def _max_tokens(where: str, value: Any) -> Any:
+    if value is None:
+        raise TypeError(
+            f"{where}=None: expected an integer; for as many as fit write client.info.max_model_len - len(token_ids)"
+        )
+    return _count(where, value)
+
+
 def _number(low: float, high: float, *, above: bool = False) -> _Check:
     def check(where: str, value: Any) -> Any:
         require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
         inside = low < value <= high if above else low <= value <= high
-        if not inside or math.isinf(value):
+        if not inside or abs(value) > sys.float_info.max:  # an integer may be too large for a float
             comparison = "above" if above else "at least"
             limit = "" if math.isinf(high) else f" and at most {high:g}"
             raise RequestError(f"{where}={brief(value)}: expected {comparison} {low:g}{limit}")
@@ -264,6 +290,8 @@ def _biases(where: str, value: Any) -> Any:
     for token, bias in value.items():
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
         require(is_number, f"{where}[{token}]", bias, "a number")
+        if not abs(bias) <= sys.float_info.max:
+            raise RequestError(f"{where}[{token}]={brief(bias)}: expected a finite number")
     return dict(value)
 
 
@@ -289,7 +317,7 @@ def _extra(where: str, value: Any) -> Any:
 
 
 _SAMPLING_CHECKS: Mapping[str, _Check] = {
-    "max_tokens": _integer(1, U32_MAX),
+    "max_tokens": _max_tokens,
     "min_tokens": _integer(0, U32_MAX),
     "temperature": _number(0.0, math.inf),
     "top_p": _number(0.0, 1.0, above=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from anyengine import (
     open_engine_client,
 )
 from anyengine.testing import scripted_spec
+
+TRANSFORMERS = "anyengine.engines.transformers:TransformersEngine"
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -193,7 +196,7 @@ async def test_an_exception_in_the_engine_comes_with_its_traceback(hand: Hand) -
     assert "boom-583" in hand.log(engine)
 
 
-async def test_an_engine_that_comes_back_is_a_new_one(hand: Hand) -> None:
+async def test_an_engine_that_comes_back_is_a_new_one(hand: Hand, caplog: pytest.LogCaptureFixture) -> None:
     first = hand.start("step_delay=0.001")
     policy = RestartPolicy(limit=2, backoff=0)
     async with open_engine_client(address=hand.address(), restart=policy) as client:
@@ -206,6 +209,8 @@ async def test_an_engine_that_comes_back_is_a_new_one(hand: Hand) -> None:
         second = hand.start()
         assert (await client.generate([5], SamplingParams(max_tokens=1))).token_ids == [6]
         assert client.health().pid == second.pid
+    assert "is gone: its connection was lost; waiting for one to come back (1 of 2)" in caplog.text
+    assert "restart" not in caplog.text
 
 
 async def test_one_that_comes_back_before_it_is_expected_is_not_turned_away(hand: Hand) -> None:
@@ -283,8 +288,18 @@ def test_the_engine_says_what_happens_and_ends_on_ctrl_c(hand: Hand) -> None:
         ([SCRIPTED, "--connect", "ipc:///tmp/x", "--keys", "/no/such/file"], 2, "cannot be read"),
         ([SCRIPTED, "step_delay", "--connect", "ipc:///tmp/x"], 2, "is not NAME=VALUE"),
         ([SCRIPTED, "--connect", "tcp://a b:4000", "--keys", "KEYS"], 2, "cannot be connected to"),
-        (["no.such:Engine", "--connect", "ipc:///tmp/x"], 1, "No module named 'no'"),
-        ([SCRIPTED, "no_such=1", "--connect", "ipc:///tmp/x"], 1, "no_such"),
+        (["no.such:Engine", "--connect", "ipc:///tmp/x"], 2, "No module named 'no'"),
+        (["scripted", "--connect", "ipc:///tmp/x"], 2, "'scripted' does not have the form package.module:Class"),
+        (
+            [f"{SCRIPTED}s", "--connect", "ipc:///tmp/x"],
+            2,
+            "has no 'ScriptedEngines'; it has the engines ScriptedEngine",
+        ),
+        ([SCRIPTED, "no_such=1", "--connect", "ipc:///tmp/x"], 2, "ScriptedEngine has no argument 'no_such'; it has "),
+        ([SCRIPTED, "stepdelay=1", "--connect", "ipc:///tmp/x"], 2, "did you mean 'step_delay'?"),
+        ([TRANSFORMERS, "model=/nope", "--connect", "ipc:///tmp/x"], 2, "engine: FileNotFoundError: model='/nope'"),
+        ([SCRIPTED, "--conect", "ipc:///tmp/x"], 2, "no option --conect; did you mean '--connect'?"),
+        ([SCRIPTED, "--conn=ipc:///tmp/x"], 2, "no option --conn; did you mean '--connect'?"),
     ],
 )
 def test_bad_arguments_of_the_engine(hand: Hand, words: list[str], code: int, message: str) -> None:
@@ -293,6 +308,18 @@ def test_bad_arguments_of_the_engine(hand: Hand, words: list[str], code: int, me
     result = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=20, check=False)
     assert result.returncode == code
     assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_package_that_loading_needs_is_missing() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from anyengine.engine.attach import main; "
+        f"sys.exit(main(['{TRANSFORMERS}', '--connect', 'ipc:///tmp/x']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 1
+    assert re.search(r"^anyengine engine: .*torch", result.stderr, re.MULTILINE)
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

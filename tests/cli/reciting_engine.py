@@ -22,7 +22,9 @@ CLI = [
 class RecitingEngine(ScriptedEngine):
     """Takes the arguments that the command line gives to its engine, and has the default model's tokenizer."""
 
-    def __init__(self, *, model: str, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, *, model: str, max_num_seqs: int, max_num_batched_tokens: int, num_threads: int = 0) -> None:
+        if num_threads:
+            print(f"{num_threads} threads")
         tokenizer = Tokenizer.from_file(str(model_directory(model) / "tokenizer.json"))
         script = tokenizer.encode(SENTENCE, add_special_tokens=False).ids * 500
         super().__init__(script=script, step_delay=0.01, max_num_seqs=max_num_seqs, max_model_len=8192)

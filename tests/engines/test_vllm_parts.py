@@ -261,6 +261,17 @@ def test_arguments_are_checked_without_importing_vllm() -> None:
     VllmEngine(default_mm_loras=None)
 
 
+@pytest.mark.usefixtures("vllm_source")
+def test_a_path_that_leads_nowhere_is_refused_before_vllm_takes_it_for_a_name(tmp_path: Path) -> None:
+    for model in ("Qwen/Qwen3-8B", "default", str(tmp_path), "s3://bucket/model"):
+        VllmEngine(model=model)
+    for model in ("/nope", "./nope", "../nope/", f"{tmp_path}/nope"):
+        with pytest.raises(FileNotFoundError, match=f"model='{model}': there is no such directory$"):
+            VllmEngine(model=model)
+    with pytest.raises(FileNotFoundError, match="write the home directory out"):
+        VllmEngine(model="~")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_error_says_what_to_install() -> None:
     with pytest.raises(ModuleNotFoundError, match="pip install vllm"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 
 import pytest
 from tests.cli.programs import ROOT, Sandbox, default_model_converted, sandbox
@@ -82,6 +85,28 @@ def test_crash(sandbox: Sandbox) -> None:
         assert "RuntimeError: the KV cache is full of sand" in shown
         assert "RuntimeError: loading failed, as it was told to" in shown
         assert shown.count("health: dead, 0 live requests") == 3
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("name", ["streaming", "chat", "sync_generate"])
+def test_ctrl_c_ends_them_quietly(sandbox: Sandbox, name: str, backend: str) -> None:
+    options = ["--engine", "scripted", "--backend", backend, *(["--stop", "~"] if name == "chat" else [])]
+    process = sandbox.start([sys.executable, f"examples/{name}.py", *options])
+    assert process.stdout is not None
+    shown = ""
+    while "a scripted" not in shown:
+        piece = os.read(process.stdout.fileno(), 4096).decode()
+        assert piece, shown
+        shown += piece
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, "")
+
+
+def test_an_engine_that_there_is_not_is_refused(sandbox: Sandbox) -> None:
+    result = sandbox.run(["env", "ANYENGINE_EXAMPLE_ENGINE=foo", sys.executable, "examples/streaming.py"], 20)
+    assert result.returncode == 2
+    assert "ANYENGINE_EXAMPLE_ENGINE='foo': expected default or scripted" in result.stderr
 
 
 def test_every_example_tells_how_it_is_run() -> None:

@@ -139,7 +139,10 @@ def test_bad_requests(lasting_frontend: Frontend) -> None:
         (b'{"prompt": ""}', "expected a JSON object"),
         (b'{"prompt": 5}', "expected a JSON object"),
         (b'{"messages": "a"}', "expected a JSON object"),
-        (b'{"messages": ["a"]}', "expected text, messages or token ids"),
+        (b'{"messages": ["a"]}', "expected a JSON object"),
+        (b'{"messages": [5]}', "expected a JSON object"),
+        (b'{"messages": [{"role": "user", "content": "a"}, 5]}', "expected a JSON object"),
+        (b'{"messages": "a", "prompt": "a"}', "expected a JSON object"),
         (b'{"messages": [{"role": "usr", "content": "a"}]}', "the role 'usr'"),
         (b'{"prompt": "a", "stop": [""]}', "stop[0]=''"),
         (b'{"prompt": "a", "stop": 5}', "stop=5"),
@@ -188,6 +191,12 @@ def test_a_signal_while_the_engine_loads(sandbox: Sandbox) -> None:
         frontend = Frontend(sandbox, name)
         sandbox.engine(frontend.process)
         frontend.end(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("name", FRONTENDS)
+def test_a_port_that_there_is_not(sandbox: Sandbox, name: str) -> None:
+    result = sandbox.run([sys.executable, f"examples/{name}.py", "--engine", "scripted", "--port", "99999"], 20)
+    assert (result.returncode, result.stderr) == (1, "cannot listen: port 99999 is not from 0 to 65535\n")
 
 
 def test_a_port_that_is_taken(frontend: Frontend, sandbox: Sandbox) -> None:

@@ -142,6 +142,13 @@ def test_a_damaged_file_is_refused_by_name_before_anything_starts(batch: Batch, 
     assert not batch.completions.exists()
 
 
+def test_a_file_that_is_not_utf_8_is_refused_by_its_line(batch: Batch) -> None:
+    batch.prompts.write_bytes(b'{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "caf\xe9"}\n')
+    code, _, errors = batch.run()
+    assert code == 1
+    assert f"{batch.prompts}, line 2: not JSON in UTF-8: " in errors
+
+
 def test_a_terminal_shows_a_bar_and_ctrl_c_ends_it(batch: Batch, sandbox: Sandbox) -> None:
     with Terminal(sandbox, batch.command("--max-tokens", "5", "--concurrency", "4")) as terminal:
         terminal.expect(r"prompts.*[1-9]\d*/60")

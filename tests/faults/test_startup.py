@@ -93,10 +93,17 @@ async def test_without_a_limit_the_wait_ends_when_the_child_dies() -> None:
     ("spec", "words"),
     [
         (EngineSpec("no_such_module:Engine"), ["ModuleNotFoundError", "no_such_module"]),
-        (EngineSpec("anyengine.engines.scripted:NoSuch"), ["AttributeError", "NoSuch"]),
+        (
+            EngineSpec("anyengine.engines.scripted:NoSuch"),
+            ["AttributeError: ", "it has the engines ScriptedEngine"],
+        ),
         (EngineSpec("collections:OrderedDict"), ["TypeError", "not a subclass of anyengine.engine.EngineCore"]),
         (scripted_spec(constructor_fault="bad day"), ["RuntimeError: bad day", "scripted.py"]),
-        (scripted_spec(no_such_argument=1), ["TypeError", "no_such_argument"]),
+        (
+            scripted_spec(no_such_argument=1),
+            ["TypeError: ScriptedEngine has no argument 'no_such_argument'"],
+        ),
+        (scripted_spec(stepdelay=1), ["TypeError", "did you mean 'step_delay'?"]),
         (scripted_spec(load_fault="raise"), ["RuntimeError: loading failed", "in load"]),
         (scripted_spec(load_fault="exit"), ["exit code 3"]),
     ],

@@ -135,6 +135,7 @@ def test_directories_that_are_no_models(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "broken" / name).write_text("{")
     for name, message in (
         ("absent", "there is no such directory"),
+        ("Qwen/Qwen3-8B", r"on the Hugging Face hub pass huggingface_hub.snapshot_download\(name\)"),
         ("file", "it is not a directory"),
         ("half", "it has no tokenizer.json"),
         ("broken", "tokenizer.json cannot be read"),
@@ -242,6 +243,35 @@ def test_a_role_of_the_models_own_is_named_in_its_template() -> None:
 def test_without_a_chat_template() -> None:
     with pytest.raises(ModelError, match=r"has no chat template .* takes text and no messages"):
         ModelText(kinds.byte_level()).encode_chat(MESSAGES)
+
+
+def test_without_jinja_only_chats_are_refused(tmp_path: Path) -> None:
+    directory = directory_with(tmp_path, default=TEMPLATE)
+    code = f"""
+import sys
+sys.modules["jinja2"] = None
+from anyengine import ModelError
+from anyengine.text import ModelText
+text = ModelText.load_sync({str(directory)!r})
+assert text.decode(text.encode("hello")) == "hello"
+try:
+    text.encode_chat([{{"role": "user", "content": "Hi"}}])
+except ModelError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr) == (
+        "a chat template needs the package 'jinja2': pip install 'anyengine[text]'\n",
+        "",
+    )
+
+
+def test_without_tokenizers_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['tokenizers'] = None; import anyengine.text"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError: anyengine.text needs the package 'tokenizers': pip install 'anyengine[text]'" in (
+        result.stderr
+    )
 
 
 def test_templates_are_rendered_as_transformers_renders_them() -> None:

@@ -35,6 +35,7 @@ def test_deadlines_on_trio() -> None:
     shown = run("vllm_trio")
     assert re.search(r"vLLM [\d.]+: \d+ tokens of KV cache", shown)
     assert len(re.findall(r"s  (?:deadline|finished) +\d+ tokens", shown)) == 8
+    assert "{'running': 0" in shown
     assert "'waiting': 0" in shown
 
 

@@ -16,11 +16,11 @@ from typer.core import TyperCommand
 
 from anyengine.cli import INSTALL
 from anyengine.cli.generate import Job, run
+from anyengine.engines.transformers.checkpoint import check_default_model
 from anyengine.errors import KeysError
 from anyengine.keys import ConnectionKeys
 from anyengine.params import SamplingParams
 from anyengine.text.model_files import DEFAULT
-from anyengine.text.stop_strings import check_stop
 
 app: typer.Typer = typer.Typer(
     name="anyengine",
@@ -29,6 +29,10 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+_PACKAGES = ("torch", "transformers", "safetensors", "jinja2")
+"""What a model needs, and is imported late."""
 
 
 class Backend(enum.StrEnum):
@@ -77,6 +81,12 @@ def generate(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End before this text; may be given several times.", show_default=False),
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="CPU threads; beside other busy processes fewer are faster.", show_default="one for each core"
+        ),
+    ] = None,
     backend: Annotated[Backend, typer.Option(help="The async library to run on.")] = Backend.ASYNCIO,
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Ask the prompt as a question, by the model's chat template.")
@@ -87,21 +97,27 @@ def generate(
     The text goes to stdout, everything else to stderr. Ctrl-C aborts the request and ends the engine.
     """
     model, prompt = _model_and_prompt(texts)
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if backend is Backend.TRIO and importlib.util.find_spec("trio") is None:
         sys.exit("anyengine: --backend trio needs the package 'trio': pip install 'anyengine[trio]'")
     if missing:
         sys.exit(f"anyengine: generating needs {' and '.join(missing)}: {INSTALL}")
+    try:
+        if model == DEFAULT:
+            check_default_model()
+    except (ModuleNotFoundError, OSError) as error:
+        sys.exit(f"anyengine: {error}")
+    for text, option in ((prompt, "PROMPT"), *((text, "--stop") for text in stop or ())):
+        _check_text(text, option)
     try:
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
             seed=secrets.randbits(31) if seed is None else seed,
         )
-        stops = check_stop(stop or ())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(run(Job(model, prompt, sampling, chat, stops), backend.value))
+    raise typer.Exit(run(Job(model, prompt, sampling, chat, tuple(stop or ()), threads), backend.value))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
@@ -128,12 +144,24 @@ def keys(
     typer.echo(f"{file} is written; both sides need it, and nobody else may have it")
 
 
+def _check_text(text: str, option: str) -> None:
+    """Refuse what a tokenizer would refuse, before a model is loaded."""
+    if not text:
+        raise typer.BadParameter("it is empty", param_hint=option)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # what the locale cannot read comes as halves of surrogate pairs
+        encoding = sys.getfilesystemencoding()
+        raise typer.BadParameter(
+            f"it is not text in this locale's encoding ({encoding}); in a UTF-8 terminal set LANG=C.UTF-8",
+            param_hint=option,
+        ) from None
+
+
 def _model_and_prompt(texts: list[str]) -> tuple[str, str]:
     model, prompt = (DEFAULT, texts[0]) if len(texts) == 1 else texts[:2]
     if len(texts) > 2:
         raise typer.BadParameter(f"{len(texts)} arguments are too many; put the prompt in quotes", param_hint="PROMPT")
-    if not prompt:
-        raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
     if len(texts) == 1 and (prompt == DEFAULT or os.path.isdir(prompt)):
         raise typer.BadParameter(f"there is only the model {prompt!r}, and no prompt", param_hint="PROMPT")
     return model, prompt

@@ -9,7 +9,15 @@ import signal
 import anyio
 from anyio.abc import TaskStatus
 
-from anyengine import EngineClient, EngineError, EngineSpec, SamplingParams, ShutdownPolicy, open_engine_client
+from anyengine import (
+    EngineClient,
+    EngineError,
+    EngineSpec,
+    RequestError,
+    SamplingParams,
+    ShutdownPolicy,
+    open_engine_client,
+)
 from anyengine.cli.terminal import Figures, LoadingBar, Terminal, TextOutput
 from anyengine.text import ModelText
 from anyengine.text.model_files import DEFAULT, model_directory
@@ -29,7 +37,7 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 class Job:
     """What to generate: ``model`` is a directory or ``"default"``, ``chat`` asks by the model's chat template.
 
-    ``stop`` holds the stop strings.
+    ``stop`` holds the stop strings, ``threads`` is the number of CPU threads (None: one for each core).
     """
 
     model: str
@@ -37,6 +45,7 @@ class Job:
     sampling: SamplingParams
     chat: bool
     stop: tuple[str, ...]
+    threads: int | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -113,7 +122,10 @@ class _Generation:
             if job.chat:
                 text.encode_chat(job.messages)
         model = job.model if job.model == DEFAULT else str(directory)
-        spec = EngineSpec(ENGINE, {"model": model, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK})
+        arguments = {"model": model, "max_num_seqs": 1, "max_num_batched_tokens": CHUNK}
+        if job.threads is not None:
+            arguments["num_threads"] = job.threads
+        spec = EngineSpec(ENGINE, arguments)
         with LoadingBar(self._terminal) as bar:
             async with open_engine_client(spec, on_progress=bar.update, shutdown=SHUTDOWN) as client:
                 if text is None:
@@ -128,7 +140,10 @@ class _Generation:
         prompt = job.messages if job.chat else job.prompt
         self._figures.send()
         async with text.open_stream(client, prompt, job.sampling, stop=job.stop) as stream:
-            async for output in stream:
-                self._figures.count(len(output.token_ids))
-                self._figures.finish_reason = output.finish_reason
-                await self._output.write(output.text)
+            try:
+                async for output in stream:
+                    self._figures.count(len(output.token_ids))
+                    self._figures.finish_reason = output.finish_reason
+                    await self._output.write(output.text)
+            except RequestError as error:  # of which there is one, so that its number says nothing
+                raise RequestError(str(error).removeprefix(f"request {stream.request_id}: ")) from error

@@ -71,7 +71,7 @@ def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
         raise TypeError(f"sampling_params={brief(sampling)} ({type(sampling).__name__}): expected a SamplingParams")
     for name, value in sampling.differences.items():
         if name not in info.sampling_parameters:
-            supported = ", ".join(info.sampling_parameters)
+            supported = ", ".join(info.sampling_parameters) or "none"
             raise RequestError(
                 f"SamplingParams.{name}={brief(value)}: engine {info.engine!r} does not support it; it supports "
                 f"{supported}"
@@ -106,7 +106,7 @@ def check_options(info: EngineInfo, given: RequestKeywords, pooling: PoolingPara
         check_keywords(given, RequestKeywords)
     if pooling is None:
         if "generate" not in info.supported_tasks:
-            supported = ", ".join(info.supported_tasks)
+            supported = ", ".join(info.supported_tasks) or "none"
             raise RequestError(f"engine {info.engine!r} generates no tokens; call encode() for its tasks: {supported}")
         if not given:
             return NO_OPTIONS
@@ -140,8 +140,14 @@ def check_keywords(given: Mapping[str, object], keywords: type) -> None:
     """
     known = keywords.__annotations__
     for name in given:
-        if name not in known:
-            raise TypeError(f"unexpected keyword argument {name!r}: the options of a request are {', '.join(known)}")
+        if name in known:
+            continue
+        if name in SamplingParams.__annotations__:
+            raise TypeError(f"unexpected keyword argument {name!r}: it belongs into the request's SamplingParams")
+        options = ", ".join(known)
+        if keywords is RequestKeywords:
+            options += ", and where the call has them request_id, stall_limit and prompt_embeds"
+        raise TypeError(f"unexpected keyword argument {name!r}: the options of a request are {options}")
 
 
 def check_handles(handles: object) -> list[int]:

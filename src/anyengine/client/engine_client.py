@@ -288,8 +288,8 @@ class EngineClient(EngineUtilities):
         self._session.check_open()
         info = self.info
         tokens = check_prompt(token_ids, embeds, info)
-        check_sampling(sampling, info)
         checked = check_options(info, options, pooling)
+        check_sampling(sampling, info)
         check_features(checked.features, tokens)
         self._session.ids.check_free(check_request_id(request_id))
         return tokens, checked

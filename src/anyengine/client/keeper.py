@@ -133,13 +133,12 @@ class EngineKeeper:
             while (backoff := self._backoff()) is not None:
                 self._restarts.append(time.monotonic())
                 report = session.link.report
-                logger.warning(
-                    "%s; restart %d of %d in %.2g s",
-                    f"engine {session.link.rank} died" if report is None else report.describe().partition("\n")[0],
-                    len(self._restarts),
-                    self._restart_policy.limit if self._restart_policy is not None else 0,
-                    backoff,
-                )
+                limit = self._restart_policy.limit if self._restart_policy is not None else 0
+                what = f"restart {len(self._restarts)} of {limit} in {backoff:.2g} s"
+                if report is not None and report.attached:  # whoever started that one starts the next one too
+                    what = f"waiting for one to come back ({len(self._restarts)} of {limit})"
+                who = f"engine {session.link.rank} died" if report is None else report.describe().partition("\n")[0]
+                logger.warning("%s; %s", who, what)
                 if not await self._clear_away():
                     break
                 await anyio.sleep(backoff)

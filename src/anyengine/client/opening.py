@@ -69,7 +69,7 @@ def open_engine_client(
     :param address: where an engine comes to that somebody else starts by ``anyengine engine SPEC --connect ADDRESS``:
         ``tcp://HOST:PORT`` of an interface of this machine, with ``keys``, or ``ipc:///PATH``. The block is entered
         when one has come and is READY; leaving it tells that engine so, and does not end its process
-    :param keys: a file that ``anyengine keys`` made, of which the engine has a copy
+    :param keys: a file that ``anyengine keys FILE`` made, of which the engine has a copy
     :param on_death: ``"notify"`` fails whoever waits for the engine; ``"cancel"`` also cancels the body, and the block
         then raises ``EngineDeadError``
     :param on_progress: called in the event loop with a stage and a fraction (0.0 to 1.0, or None) while loading

@@ -12,17 +12,21 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import zmq
 
 from anyengine.addresses import check_address
+from anyengine.engine.core import EngineCore
+from anyengine.engine.failures import message_of
 from anyengine.engine.loading import build_engine
 from anyengine.engine.proc import EngineCoreProc, Terminated
 from anyengine.errors import AddressError, KeysError
 from anyengine.keys import ConnectionKeys
+from anyengine.keywords import did_you_mean
+from anyengine.types import EngineSpec
 
 logger: logging.Logger = logging.getLogger("anyengine")
 
@@ -41,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
         keys = None if arguments.keys is None else ConnectionKeys.load(arguments.keys)
         for address in arguments.connect:
             check_address(address, keys=keys is not None)
-        core = build_engine(arguments.spec, dict(arguments.arguments))
+        core = _build(arguments.spec, dict(arguments.arguments))
         core.load(_Progress())
         proc = EngineCoreProc(None, context, rank=arguments.rank, engine=core)
         signal.signal(signal.SIGTERM, proc.terminate)
@@ -49,9 +53,12 @@ def main(words: Sequence[str] | None = None) -> int:
             proc.connect_client(address, arguments.keys)
             logger.info("ready; serves who listens at %s", address)
         proc.run()
-    except (AddressError, KeysError) as error:
+    except (AddressError, KeysError, _WrongSpec) as error:
         sys.stderr.write(f"anyengine engine: {error}\n")
         return 2
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"anyengine engine: {error}\n")
+        return 1
     except (KeyboardInterrupt, Terminated) as error:
         if proc is not None:
             proc.say_goodbye()
@@ -66,6 +73,22 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _WrongSpec(Exception):
+    """There is no such engine, or it refuses its arguments."""
+
+
+def _build(path: str, arguments: Mapping[str, Any]) -> EngineCore:
+    """The engine. What it raises while it is constructed is about its arguments, which somebody has typed here.
+
+    :raises _WrongSpec: if there is no such engine, or it refuses its arguments
+    :raises Exception: what else constructing it raised
+    """
+    try:
+        return build_engine(path, arguments)
+    except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+        raise _WrongSpec(f"{type(error).__name__}: {message_of(error)}") from error
+
+
 class _Progress:
     def __init__(self) -> None:
         self._stage = ""
@@ -76,9 +99,14 @@ class _Progress:
             logger.info("%s ...", stage)
 
 
+_OPTIONS = ("--connect", "--keys", "--rank", "--help")
+
+
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="anyengine engine", description="Run an engine that clients attach to.")
-    parser.add_argument("spec", metavar="SPEC", help="the engine's import path, package.module:Class")
+    parser = argparse.ArgumentParser(
+        prog="anyengine engine", description="Run an engine that clients attach to.", allow_abbrev=False
+    )
+    parser.add_argument("spec", metavar="SPEC", type=_spec, help="the engine's import path, package.module:Class")
     parser.add_argument(
         "arguments", metavar="NAME=VALUE", nargs="*", type=_argument, help="its arguments; values are JSON or text"
     )
@@ -91,7 +119,18 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--keys", metavar="FILE", help="the file of keys that the client has too; needed for TCP")
     parser.add_argument("--rank", type=int, default=0, help="the engine's number among those of one client")
+    # Before all else, for argparse would first miss whatever a misspelt option was to give.
+    for option in (word.partition("=")[0] for word in (sys.argv[1:] if words is None else words)):
+        if option.startswith("--") and option not in _OPTIONS:
+            parser.error(f"there is no option {option}{did_you_mean(option, _OPTIONS)}")
     return parser.parse_intermixed_args(words)  # so that options may stand between
+
+
+def _spec(text: str) -> str:
+    try:
+        return EngineSpec(text).path
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form package.module:Class") from None
 
 
 def _argument(text: str) -> tuple[str, Any]:

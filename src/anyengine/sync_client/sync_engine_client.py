@@ -210,8 +210,8 @@ class SyncEngineClient(BlockingEngineUtilities):
         check_count("max_concurrency", max_concurrency)
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts={brief(prompts)} ({type(prompts).__name__}): expected an iterable of token ids")
-        sampling = check_sampling(sampling_params, self.info)
         checked = check_options(self.info, options)
+        sampling = check_sampling(sampling_params, self.info)
         if checked.features:
             raise RequestError("features have their places in one prompt: use generate() or stream()")
         group = self._portal.call_now(

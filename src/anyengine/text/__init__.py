@@ -10,6 +10,13 @@ It needs the extra ``text``. :class:`ModelText` is all that an application holds
 :mod:`~anyengine.text.assembler` puts both between a request's outputs and its reader, who awaits or blocks.
 """
 
+import importlib.util
+
+if importlib.util.find_spec("tokenizers") is None:
+    raise ModuleNotFoundError(
+        "anyengine.text needs the package 'tokenizers': pip install 'anyengine[text]'", name="tokenizers"
+    )
+
 from anyengine.text.detokenizer import Detokenizer
 from anyengine.text.model_text import ModelText
 from anyengine.text.outputs import TextCompletion, TextOutput

@@ -34,7 +34,8 @@ def model_directory(model: str | os.PathLike[str]) -> Path:
         return directory
     raise ModelError(
         f"{directory}: {problem}\nA model is a directory in Hugging Face's format (config.json, tokenizer.json, "
-        f"*.safetensors), or {DEFAULT!r} for {NAME}."
+        f"*.safetensors), or {DEFAULT!r} for {NAME}. For one on the Hugging Face hub pass "
+        "huggingface_hub.snapshot_download(name)."
     )
 
 

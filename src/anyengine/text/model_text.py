@@ -124,7 +124,7 @@ class ModelText:
         :param add_generation_prompt: whether the assistant speaks next
         :param variables: more that the template refers to, as ``enable_thinking``
         :raises TypeError: if ``messages`` is not a list of mappings
-        :raises ModelError: if the model has no chat template, or one that is malformed
+        :raises ModelError: if the model has no chat template, or one that is malformed, or a package is missing
         :raises RequestError: if a message has no role or one that nobody knows, or if the template refuses the
             conversation
         """
@@ -140,7 +140,12 @@ class ModelText:
                     "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json), "
                     "so it takes text and no messages"
                 )
-            from anyengine.text.chat_template import ChatTemplate  # Jinja takes longer to import than all else here
+            try:
+                from anyengine.text.chat_template import ChatTemplate  # Jinja takes longer to import than all else here
+            except ModuleNotFoundError as error:
+                raise ModelError(
+                    f"a chat template needs the package {error.name!r}: pip install 'anyengine[text]'"
+                ) from error
 
             self._templates[name] = ChatTemplate(self._sources[name], self._variables)
         return self._templates[name]

@@ -142,7 +142,8 @@ class EngineArguments:
             what = "has no config.json" if directory.is_dir() else "is not a directory"
             raise FileNotFoundError(
                 f"model={brief(self.model)}: {directory} {what}; expected a directory with config.json, weights "
-                "(*.safetensors) and tokenizer in Hugging Face's format, or 'default' for SmolLM2-135M-Instruct"
+                "(*.safetensors) and tokenizer in Hugging Face's format, or 'default' for SmolLM2-135M-Instruct; for "
+                "a model on the Hugging Face hub pass huggingface_hub.snapshot_download(name)"
             )
 
 

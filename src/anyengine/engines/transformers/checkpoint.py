@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from anyengine.engine.core import ProgressReporter
 
@@ -55,13 +55,13 @@ def default_model(progress: ProgressReporter) -> Path:
     ``progress`` is called only while there is something to wait for.
 
     :raises ModuleNotFoundError: if the model has to be converted and a package for it is not installed
+    :raises OSError: if its directory cannot be made
     """
     directory = cache_directory() / NAME
     if directory.is_dir():
         return directory
     source = _source()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(directory.with_name(f"{NAME}.lock"), progress):
+    with _exclusive(directory, progress):
         if directory.is_dir():
             return directory  # another process converted it while this one waited
         # Whoever began this one was killed: a living process would hold the lock.
@@ -76,6 +76,18 @@ def default_model(progress: ProgressReporter) -> Path:
     return directory
 
 
+def check_default_model() -> None:
+    """Look whether the default model is there or could be converted: what an engine would find out, but at once.
+
+    :raises ModuleNotFoundError: as :func:`default_model`
+    :raises OSError: as :func:`default_model`
+    """
+    directory = cache_directory() / NAME
+    if not directory.is_dir():
+        _source()
+        _open_lock(directory).close()
+
+
 def _source() -> Path:
     # The package is found but not imported: importing it would pull in an inference library that is not needed.
     spec = importlib.util.find_spec(_PACKAGE)
@@ -84,15 +96,26 @@ def _source() -> Path:
     if spec is None or missing:
         raise ModuleNotFoundError(
             f"the default model {NAME} has to be converted once, and a package for that is missing: "
-            f"{'; '.join(missing)}. Or pass model=... with the directory of another model.",
+            f"{'; '.join(missing)}. Or use another model, by its directory.",
             name=_PACKAGE,
         )
     return Path(next(iter(spec.submodule_search_locations or ()))) / _GGUF
 
 
+def _open_lock(directory: Path) -> IO[str]:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        return directory.with_name(f"{directory.name}.lock").open("w")
+    except OSError as error:
+        raise OSError(
+            f"the default model {NAME} has to be converted once, and its place {directory.parent} cannot be written to "
+            f"({error.strerror}): set ANYENGINE_CACHE to another directory"
+        ) from error
+
+
 @contextlib.contextmanager
-def _exclusive(path: Path, progress: ProgressReporter) -> Generator[None]:
-    with path.open("w") as file:
+def _exclusive(directory: Path, progress: ProgressReporter) -> Generator[None]:
+    with _open_lock(directory) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,6 +11,7 @@ from anyengine.engines.vllm import internals
 from anyengine.engines.vllm.installed import check_arguments
 from anyengine.engines.vllm.loading import LoadProgress
 from anyengine.engines.vllm.outputs import step_outputs
+from anyengine.engines.vllm.parameters import check_model
 from anyengine.engines.vllm.ranks import take_rank
 from anyengine.engines.vllm.utilities import VllmUtilities
 from anyengine.engines.vllm.workers import WorkerWatch
@@ -31,11 +32,13 @@ class VllmEngine(VllmUtilities):
 
     :raises ModuleNotFoundError: if vLLM is not installed
     :raises TypeError: if vLLM has no such argument
+    :raises FileNotFoundError: if ``model`` is a path and leads nowhere
     :raises ValueError: if the arguments ask for several engines, or for a rank that there is not
     """
 
     def __init__(self, **arguments: Any) -> None:
         check_arguments(arguments)
+        check_model(arguments)
         self._rank, self._arguments = take_rank(arguments)
         self._watch: WorkerWatch
         self._can_shut_down = False

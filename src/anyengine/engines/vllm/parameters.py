@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
+from anyengine.brief import brief
 from anyengine.engines.vllm.installed import find
 from anyengine.errors import RequestError
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams, StructuredOutputs
@@ -16,6 +18,17 @@ _CONFIGURATIONS = {
     "kv_transfer_config": "KVTransferConfig",
 }
 """Arguments that vLLM's EngineArgs take as objects alone; its LLM makes them of mappings."""
+
+
+def check_model(arguments: Mapping[str, Any]) -> None:
+    """Refuse a model that can only be a path and leads nowhere: vLLM would take it for a name on the hub.
+
+    :raises FileNotFoundError: if there is no such directory or file
+    """
+    model = arguments.get("model")
+    if isinstance(model, str) and model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
+        hint = "; vLLM does not know ~, write the home directory out" if model.startswith("~") else ""
+        raise FileNotFoundError(f"model={brief(model)}: there is no such directory{hint}")
 
 
 def engine_args(arguments: Mapping[str, Any]) -> Any:
