@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -119,7 +120,7 @@ def test_stages_are_told_by_whatever_executor_it_is() -> None:
             return configs[0]
 
     told: list[tuple[str, float | None]] = []
-    with LoadProgress(lambda stage, fraction=None: told.append((stage, fraction))) as progress:
+    with LoadProgress(lambda stage, fraction=None: told.append((stage, fraction)), Mock()) as progress:
         executor = with_stages(Executor, progress)("config")
         assert isinstance(executor, Executor)
         assert executor.initialize_from_config(["result"]) == "result"
@@ -130,7 +131,7 @@ def test_stages_are_told_by_whatever_executor_it_is() -> None:
 def test_loading_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anyengine.engines.vllm.loading._INTERVAL", 0.01)
     told: list[str] = []
-    with LoadProgress(lambda stage, fraction=None: told.append(stage)) as progress:
+    with LoadProgress(lambda stage, fraction=None: told.append(stage), Mock()) as progress:
         progress.stage("a long one")
         until_sync(lambda: len(told) > 3)
     count = len(told)
@@ -140,7 +141,10 @@ def test_loading_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stage_in_which_loading_fails_is_not_done() -> None:
     told: list[float | None] = []
-    with pytest.raises(RuntimeError), LoadProgress(lambda stage, fraction=None: told.append(fraction)) as progress:
+    with (
+        pytest.raises(RuntimeError),
+        LoadProgress(lambda stage, fraction=None: told.append(fraction), Mock()) as progress,
+    ):
         progress.stage("one")
         raise RuntimeError
     assert told == [None]
@@ -162,6 +166,10 @@ class Process:
     def exitcode(self) -> int | None:
         return self._popen.poll()
 
+    def add_to(self, watch: WorkerWatch) -> None:
+        receiver, self.starting = Pipe(duplex=False)
+        watch.add(self, receiver)  # type: ignore[arg-type]
+
     def kill(self) -> None:
         self._popen.kill()
 
@@ -173,7 +181,8 @@ class Process:
 def test_the_death_of_one_worker_is_told_and_ends_the_others() -> None:
     first, second = Process(), Process()
     watch = WorkerWatch()
-    watch.start([first, second])  # type: ignore[list-item]
+    first.add_to(watch)
+    second.add_to(watch)
     watch.check()
     os.kill(second.pid, signal.SIGKILL)
     assert os.read(watch.fd, 1) == b"x"
@@ -190,9 +199,42 @@ def test_the_death_of_one_worker_is_told_and_ends_the_others() -> None:
         process.close()
 
 
+def test_what_a_worker_raises_before_it_is_ready_is_told_and_not_its_end() -> None:
+    first, second = Process(), Process()
+    watch = WorkerWatch()
+    first.add_to(watch)
+    second.add_to(watch)
+    first.starting.close()  # ready
+    second.starting.send_bytes(b"ValueError: the weights are cut short")
+    expected = f"worker Worker-0 (pid {second.pid}) raised ValueError: the weights are cut short"
+    assert watch.death(limit=5) == expected
+    assert is_running(second.pid)  # it prints its traceback
+    second.kill()
+    until_sync(lambda: first.exitcode is not None)
+    assert watch.death(limit=0) == expected
+    watch.close()
+    for process in (first, second):
+        process.close()
+
+
+def test_a_worker_that_dies_without_a_reason_while_others_come() -> None:
+    first = Process()
+    watch = WorkerWatch()
+    first.add_to(watch)
+    second = Process()
+    second.add_to(watch)
+    assert watch.death(limit=0) is None
+    second.starting.close()
+    second.kill()
+    assert watch.death(limit=5) == f"worker Worker-0 (pid {second.pid}) was killed by signal 9 (SIGKILL)"
+    until_sync(lambda: first.exitcode is not None)
+    watch.close()
+    for process in (first, second):
+        process.close()
+
+
 def test_an_executor_without_worker_processes_says_itself_that_it_failed() -> None:
     watch = WorkerWatch()
-    watch.start([])
     watch.fail_without_workers()
     with pytest.raises(WorkerDiedError, match="vLLM's executor has failed"):
         watch.check()
@@ -202,7 +244,7 @@ def test_an_executor_without_worker_processes_says_itself_that_it_failed() -> No
 def test_a_watch_that_is_closed_tells_nothing() -> None:
     worker = Process()
     watch = WorkerWatch()
-    watch.start([worker])  # type: ignore[list-item]
+    worker.add_to(watch)
     watch.close()
     watch.close()
     assert is_running(worker.pid)

@@ -76,7 +76,17 @@ class Traces:
         for each in pids:
             maps = Path(f"/proc/{each}/maps").read_text()
             self._segments |= set(re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE))  # the rest is " (deleted)"
-        return [each for each in pids if b"Worker" in Path(f"/proc/{each}/cmdline").read_bytes()]
+        return [each for each in pids if b"Worker" in _command(each)]
+
+    def look_at_workers(self, pid: int) -> list[int]:
+        """Remember the worker processes that an engine has by now, ready or not; their pids."""
+        workers = [
+            each
+            for each in _descendants(pid)
+            if re.search(rb"spawn_main|Worker", _command(each))  # by its name when it has one
+        ]
+        self._pids |= set(workers)
+        return workers
 
     @property
     def has_segments(self) -> bool:
@@ -104,6 +114,10 @@ def traces() -> Generator[Traces]:
         yield Traces(directory)
     finally:
         shutil.rmtree(directory)
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _descendants(pid: int) -> list[int]:

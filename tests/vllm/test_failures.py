@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import anyio
 import pytest
@@ -175,4 +177,49 @@ async def test_killed_while_it_loads(traces: Traces, monkeypatch: pytest.MonkeyP
     assert traces.left()
     monkeypatch.setattr(tempfile, "tempdir", str(traces.directory))
     sweep_directories()
+    traces.expect_none()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "anyio_backend"),
+    [("loading weights", "trio"), ("measuring memory", "asyncio"), ("warming up", "trio")],
+)
+async def test_a_worker_is_killed_while_it_loads(stage: str, traces: Traces) -> None:
+    before = set(children_of(os.getpid()))
+    killed: list[int] = []
+
+    def on_progress(told: str, fraction: float | None) -> None:
+        if told == stage and not killed:
+            (pid,) = set(children_of(os.getpid())) - before
+            for worker in traces.look_at_workers(pid):
+                os.kill(worker, signal.SIGKILL)
+                killed.append(worker)
+
+    with pytest.raises(EngineStartError) as caught:
+        async with open_engine_client(setups.spec("mp"), launcher=traces.launcher("mp"), on_progress=on_progress):
+            pass
+    assert caught.value.report is not None
+    assert caught.value.report.exception_message == (
+        f"worker VllmWorker-0 (pid {killed[0]}) was killed by signal 9 (SIGKILL)"
+    )
+    traces.expect_none()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_what_a_worker_raises_while_it_loads_is_the_reason(
+    directory: Path, tmp_path: Path, traces: Traces
+) -> None:
+    for file in directory.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    with (directory / "model.safetensors").open("rb") as file:
+        (tmp_path / "model.safetensors").write_bytes(file.read(1_000_000))
+    with pytest.raises(EngineStartError) as caught:
+        async with open_engine_client(setups.spec("mp", model=str(tmp_path)), launcher=traces.launcher("mp")):
+            pass
+    assert caught.value.report is not None
+    message = caught.value.report.exception_message or ""
+    assert re.match(r"worker VllmWorker-0 \(pid \d+\) raised SafetensorError: .*incomplete metadata", message), message
     traces.expect_none()

@@ -14,8 +14,11 @@ from anyengine.engines.vllm.outputs import step_outputs
 from anyengine.engines.vllm.parameters import check_model
 from anyengine.engines.vllm.ranks import take_rank
 from anyengine.engines.vllm.utilities import VllmUtilities
-from anyengine.engines.vllm.workers import WorkerWatch
+from anyengine.engines.vllm.workers import WorkerDiedError, WorkerWatch
 from anyengine.types import EngineInfo
+
+_DEATH_LIMIT = 1.0
+"""Seconds within which a worker's death is noticed here, when vLLM has noticed something."""
 
 
 class VllmEngine(VllmUtilities):
@@ -51,20 +54,24 @@ class VllmEngine(VllmUtilities):
 
         :raises ImportError: if this version of vLLM lacks something that is needed
         :raises ValueError: if the model is a mixture of experts, and this engine one of several ranks
+        :raises WorkerDiedError: if a worker has died, or could not start
         :raises Exception: what vLLM raised
         """
         self._watch = WorkerWatch()
         try:
-            with LoadProgress(progress) as loading:
+            with LoadProgress(progress, self._watch.add) as loading:
                 arguments = dict(self._arguments)
                 if arguments.get("model") == "default":
                     arguments["model"] = str(default_model(loading.stage))
                 self._vllm = internals.VllmCore(arguments, self._rank, loading, self._watch.fail_without_workers)
-        except BaseException:
+        except BaseException as error:
+            # What vLLM says of a worker that has died is that something went wrong.
+            death = self._watch.death(_DEATH_LIMIT)
             self._watch.close()
+            if death is not None:
+                raise WorkerDiedError(death) from error
             raise
         self._can_shut_down = True
-        self._watch.start(self._vllm.workers)
 
     def describe(self) -> EngineInfo:
         """What was loaded."""
@@ -77,7 +84,7 @@ class VllmEngine(VllmUtilities):
     def check_health(self) -> None:
         """:raises WorkerDiedError: if a worker has died"""
         # vLLM watches its workers too, and may have been told first.
-        self._watch.check(limit=1.0 if self._vllm.executor_failed else 0.0)
+        self._watch.check(limit=_DEATH_LIMIT if self._vllm.executor_failed else 0.0)
 
     # ---- requests and steps ----
 

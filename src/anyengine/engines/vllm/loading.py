@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
 from anyengine.engine.core import ProgressReporter
+from anyengine.engines.vllm.spawning import spawned_workers
 
 _INTERVAL = 1.0
 """Seconds between two signs of life."""
@@ -24,9 +28,12 @@ class LoadProgress:
     """Reports the stage that loading has come to when it changes, as done when the next one comes, and every second.
 
     A thread repeats it, because vLLM holds up the thread that loads; the two never report at once.
+
+    :param on_worker: called with each worker process that the executor starts, as ``spawned_workers`` calls it
     """
 
-    def __init__(self, progress: ProgressReporter) -> None:
+    def __init__(self, progress: ProgressReporter, on_worker: Callable[[BaseProcess, Connection], None]) -> None:
+        self.on_worker = on_worker
         self._progress = progress
         self._stage: str | None = None
         self._lock = threading.Lock()
@@ -65,14 +72,15 @@ class LoadProgress:
 
 
 def with_stages(executor_class: Any, progress: LoadProgress) -> Any:
-    """The class of an executor that says what it does before it does it."""
+    """The class of an executor that says what it does before it does it, and tells of its workers."""
 
     def telling(name: str, stage: str) -> Any:
         method = getattr(executor_class, name)
 
         def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
             progress.stage(stage)
-            return method(self, *args, **kwargs)
+            with spawned_workers(progress.on_worker):
+                return method(self, *args, **kwargs)
 
         return tell
 

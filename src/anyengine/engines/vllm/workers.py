@@ -7,19 +7,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 _EXIT_CODE_LIMIT = 0.5
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process of the engine has died, and the engine with it."""
+    """A worker process of the engine has died, or raised before it was ready, and the engine ends with it."""
 
 
 class WorkerWatch:
     """Waits in a thread for the death of a worker, which is the engine's, whether a step waits for it or nobody does.
+
+    Each is watched from its first moment, so that a death while the engine loads is told by name too.
 
     The other workers are killed then: they may wait for the dead one in a collective operation, and vLLM would give
     each some seconds to end in good order before it lets a step fail that waits for them.
@@ -30,19 +31,27 @@ class WorkerWatch:
         self._failed = threading.Event()
         self._lock = threading.Lock()  # nobody writes to a descriptor that is closed, or another's by then
         self._closing = False
-        self._workers: Sequence[BaseProcess] = ()
+        self._workers: list[BaseProcess] = []
+        self._starting: dict[Connection, BaseProcess] = {}
         self._thread: threading.Thread | None = None
-        # Readable: there is a failure. And: the thread is to end.
+        # Readable: there is a failure. And: there is another worker, or the watch is to end.
         self.fd: int
         self.fd, self._failure_end = os.pipe()
-        self._stop, self._stop_end = os.pipe()
+        self._change, self._change_end = os.pipe()
 
-    def start(self, workers: Sequence[BaseProcess]) -> None:
-        """Watch these processes, of which there may be none."""
-        if workers:
-            self._workers = workers
+    def add(self, worker: BaseProcess, starting: Connection) -> None:
+        """Watch a process from now on.
+
+        :param starting: the pipe on which it says what it raises while it starts, as from ``spawned_workers``; closed
+            here
+        """
+        self._workers.append(worker)
+        self._starting[starting] = worker
+        if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="anyengine-workers", daemon=True)
             self._thread.start()
+        else:
+            os.write(self._change_end, b"x")
 
     def fail(self, failure: str) -> None:
         """Take note of a failure, the first of which counts. Any thread may call this."""
@@ -62,6 +71,10 @@ class WorkerWatch:
         if self._failed.wait(limit):
             raise WorkerDiedError(self.failure)
 
+    def death(self, limit: float) -> str | None:
+        """The failure of a worker process, if one has been noted, or is within ``limit`` seconds."""
+        return self.failure if self._workers and self._failed.wait(limit) else None
+
     def kill_workers(self) -> None:
         """End all of them."""
         for worker in self._workers:
@@ -74,19 +87,43 @@ class WorkerWatch:
             if self._closing:
                 return
             self._closing = True
-        os.close(self._stop_end)
+        os.close(self._change_end)
         if self._thread is not None:
             self._thread.join()
-        for fd in (self._stop, self.fd, self._failure_end):
+        for starting in self._starting:
+            starting.close()
+        for fd in (self._change, self.fd, self._failure_end):
             os.close(fd)
 
     def _watch(self) -> None:
-        ended = wait([*(worker.sentinel for worker in self._workers), self._stop])
-        if self._stop in ended:
-            return
-        dead = next(worker for worker in self._workers if worker.sentinel in ended)
-        self.fail(f"worker {dead.name} (pid {dead.pid}) {_ending(dead)}")
-        self.kill_workers()
+        while True:
+            starting, workers = list(self._starting), list(self._workers)
+            ready = wait([*starting, *(worker.sentinel for worker in workers), self._change])
+            if self._change in ready and not os.read(self._change, 1):
+                return
+            # What a worker has raised is said before it ends for it, and is the better reason.
+            for pipe in starting:
+                if pipe in ready:
+                    self._take_reason(pipe)
+            for worker in workers:
+                if worker.sentinel in ready:
+                    self.fail(f"{_name(worker)} {_ending(worker)}")
+                    self.kill_workers()
+                    return
+
+    def _take_reason(self, pipe: Connection) -> None:
+        worker = self._starting.pop(pipe)
+        with pipe:
+            try:
+                reason = pipe.recv_bytes().decode()
+            except (EOFError, OSError):
+                return  # it is ready, or is no more
+        # It is not killed for that: it has yet to print where it was raised.
+        self.fail(f"{_name(worker)} raised {reason}")
+
+
+def _name(worker: BaseProcess) -> str:
+    return f"worker {worker.name} (pid {worker.pid})"
 
 
 def _ending(process: BaseProcess) -> str:
