@@ -22,6 +22,7 @@ from tests.helpers import is_running, until_sync
 
 from anyengine import MultiModalFeature, MultiModalField, RequestError
 from anyengine.engines.vllm import VllmEngine, installed, internals
+from anyengine.engines.vllm.failures import reasons_of
 from anyengine.engines.vllm.leftovers import files_in
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.engines.vllm.outputs import FailedRow, step_outputs
@@ -51,8 +52,8 @@ def logprobs(*rows: list[tuple[int, float]]) -> Any:
 
 
 def test_a_step_of_plain_rows_is_columns_alone() -> None:
-    assert step_outputs([], {}) is None
-    outputs = step_outputs([row(2**60, 7), row(3, 8)], {})
+    assert step_outputs([], {}, {}) is None
+    outputs = step_outputs([row(2**60, 7), row(3, 8)], {}, {})
     assert outputs is not None
     assert (list(outputs.handles), list(outputs.token_ids)) == ([2**60, 3], [7, 8])
     assert (outputs.counts, outputs.details) == (None, {})
@@ -60,7 +61,7 @@ def test_a_step_of_plain_rows_is_columns_alone() -> None:
 
 def test_rows_of_several_tokens_and_endings() -> None:
     outputs = step_outputs(
-        [row(1, 5, 6), row(2), row(3, 9, finish_reason=0, stop_reason=9), row(4, finish_reason=4)], {}
+        [row(1, 5, 6), row(2), row(3, 9, finish_reason=0, stop_reason=9), row(4, finish_reason=4)], {}, {}
     )
     assert outputs is not None
     assert outputs.counts is not None and list(outputs.counts) == [2, 0, 1, 0]
@@ -69,14 +70,15 @@ def test_rows_of_several_tokens_and_endings() -> None:
         2: ("stop", 9),
         3: ("stop", None),
     }
-    failed = step_outputs([row(1, finish_reason=3)], {})
+    failed = step_outputs([row(1, finish_reason=3), row(2, finish_reason=3)], {}, {"2": "its grammar is none"})
     assert failed is not None
-    assert failed.details[0].finish_reason == "error"
+    assert failed.details[0].finish_reason == failed.details[1].finish_reason == "error"
     assert "of its own" in (failed.details[0].error or "")
+    assert failed.details[1].error == "its grammar is none"
 
 
 def test_what_vllm_is_not_to_go_on_with_ends_with_a_reason() -> None:
-    outputs = step_outputs([FailedRow("7", "its adapter is gone"), row(8, 5)], {})
+    outputs = step_outputs([FailedRow("7", "its adapter is gone"), row(8, 5)], {}, {})
     assert outputs is not None
     assert (list(outputs.handles), list(outputs.token_ids)) == ([7, 8], [5])
     assert outputs.details[0].finish_reason == "error" and outputs.details[0].error == "its adapter is gone"
@@ -88,6 +90,7 @@ def test_log_probabilities_are_cut_to_what_each_request_wants() -> None:
     outputs = step_outputs(
         [row(1, 5, new_logprobs=wide), row(2, 5, new_logprobs=wide, new_prompt_logprobs_tensors=prompt)],
         {"1": (2, 0), "2": (0, 1)},
+        {},
     )
     assert outputs is not None
     first, second = outputs.details[0], outputs.details[1]
@@ -99,9 +102,44 @@ def test_log_probabilities_are_cut_to_what_each_request_wants() -> None:
 
 def test_events_are_plain_maps() -> None:
     event = SimpleNamespace(type=SimpleNamespace(name="QUEUED"), timestamp=1.5)
-    outputs = step_outputs([row(1, events=[event])], {})
+    outputs = step_outputs([row(1, events=[event])], {}, {})
     assert outputs is not None
     assert outputs.details[0].events == [{"type": "queued", "timestamp": 1.5}]
+
+
+def test_the_reasons_of_requests_that_vllm_ends_for_an_error() -> None:
+    def request(number: int, grammar: Any = None, *sizes: int) -> Any:
+        features = [SimpleNamespace(identifier=f"image-{number}-{index}") for index in range(len(sizes))]
+        return SimpleNamespace(
+            request_id=str(number),
+            structured_output_request=None if grammar is None else SimpleNamespace(grammar=grammar),
+            mm_features=features,
+            get_num_encoder_embeds=lambda index: sizes[index],
+        )
+
+    finished: list[Any] = []
+    requests = [request(1, ValueError("no such type")), request(2, object(), 4, 6), request(3), request(4, None, 9)]
+    scheduler = SimpleNamespace(
+        requests={each.request_id: each for each in requests},
+        encoder_cache_manager=SimpleNamespace(get_cached_num_encoder_embeds=lambda request, index: [4, 9][index]),
+        finish_requests=lambda request_ids, status: finished.append((request_ids, status.name)),
+    )
+    reasons = reasons_of(scheduler)
+    scheduler.finish_requests(["1", "4"], SimpleNamespace(name="FINISHED_ABORTED"))
+    assert reasons == {}
+    scheduler.finish_requests({"1", "2", "3", "gone"}, SimpleNamespace(name="FINISHED_ERROR"))
+    assert reasons == {
+        "1": "structured_outputs cannot be compiled: no such type",
+        "2": (
+            "features[1] has 6 embeddings, and the engine keeps 9 under its identifier 'image-2-1': "
+            "what differs needs another identifier"
+        ),
+    }
+    assert [status for _, status in finished] == ["FINISHED_ABORTED", "FINISHED_ERROR"]
+    # Before 0.32 the sizes are not compared.
+    scheduler.encoder_cache_manager = SimpleNamespace()
+    scheduler.finish_requests("4", SimpleNamespace(name="FINISHED_ERROR"))
+    assert "4" not in reasons
 
 
 # ---- loading ----

@@ -247,6 +247,17 @@ async def test_what_is_wrong_with_a_feature_is_its_requests_alone(
                     await generate(client, prompt, make(features))
             tiles = with_field("pixel_values", lambda field: dataclasses.replace(field, data=list(field.data)))
             assert await generate(client, prompt, tiles(features)) == expected[0]
+            # Whether its places are as many as the model makes is not known beforehand.
+            mask = features[0].fields["pixel_attention_mask"]
+            mask = dataclasses.replace(mask, data=1 - mask.data.int())
+            places = torch.zeros(features[0].length, dtype=torch.bool)
+            places[:7] = True
+            other = dataclasses.replace(
+                features[0], is_embed=places, fields={**features[0].fields, "pixel_attention_mask": mask}
+            )
+            expected_error = rf"features\[0\] has 7 embeddings, .* keeps 20 under .* '{features[0].identifier}'"
+            with pytest.raises(RequestError, match=expected_error):
+                await generate(client, prompt, [other])
             assert (await anext(beside)).token_ids[0] == expected[0][0]
         assert await generate_all(client, image_requests) == expected
 

@@ -335,6 +335,30 @@ async def test_embeddings_and_adapters(directory: Path, tmp_path: Path, traces: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_what_is_not_finite_reaches_no_other_request(tmp_path: Path, traces: setups.Traces) -> None:
+    arguments = {"enable_prompt_embeds": True, "enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=0)
+    async with open_engine_client(setups.spec(**arguments), launcher=traces.launcher()) as client:
+        for value in (math.nan, math.inf, 1e39):  # the last is infinite in the model's type
+            embeds = torch.zeros(5, 576, dtype=torch.float64)
+            embeds[2, 3] = value
+            with pytest.raises(RequestError, match="prompt_embeds hold NaN or infinity as float32"):
+                await client.generate(prompt_embeds=embeds, sampling_params=params)
+
+        prompts = [[token] * 40 for token in range(11, 15)]
+        expected = [(await client.generate(prompt, params)).logprobs for prompt in prompts]
+        adapter = write_adapter(tmp_path / "adapter", scale=math.nan)
+        lora = LoRARequest(lora_name="not a number", lora_int_id=7, lora_path=str(adapter))
+        poisoned = await client.generate(PROMPT * 8, params, lora=lora)
+        assert poisoned.logprobs is not None
+        assert all(math.isnan(value) for value in poisoned.logprobs[0].values())
+        # They are computed again, in the blocks that the last request had.
+        await client.reset_prefix_cache()
+        assert [(await client.generate(prompt, params)).logprobs for prompt in prompts] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_pooling(traces: setups.Traces) -> None:
     arguments = {"runner": "pooling", "convert": "embed", "scheduling_policy": "priority"}
     async with open_engine_client(setups.spec(**arguments), launcher=traces.launcher()) as client:
@@ -361,7 +385,9 @@ def bad_adapters(directory: Path) -> list[Path]:
     return [directory / "absent", high, other]
 
 
-def write_adapter(directory: Path, *, rank: int = 8, module: str = "q_proj", seed: int | None = None) -> Path:
+def write_adapter(
+    directory: Path, *, rank: int = 8, module: str = "q_proj", seed: int | None = None, scale: float = 1
+) -> Path:
     """A LoRA adapter for the attention of the first layer; with a ``seed``, one that changes much."""
     from safetensors.torch import save_file
 
@@ -369,7 +395,7 @@ def write_adapter(directory: Path, *, rank: int = 8, module: str = "q_proj", see
     name = f"base_model.model.model.layers.0.self_attn.{module}"
     weights = {
         f"{name}.lora_A.weight": torch.ones(rank, 576) / 100,
-        f"{name}.lora_B.weight": torch.ones(576, rank) / 100,
+        f"{name}.lora_B.weight": torch.ones(576, rank) / 100 * scale,
     }
     if seed is not None:
         chance = torch.Generator().manual_seed(seed)

@@ -8,7 +8,9 @@ from typing import Any
 from anyengine.engine.core import EngineRequest, ProgressReporter, StepOutputs
 from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.vllm import internals
+from anyengine.engines.vllm.failures import reasons_of
 from anyengine.engines.vllm.installed import check_arguments
+from anyengine.engines.vllm.kv_blocks import zero_new_blocks
 from anyengine.engines.vllm.loading import LoadProgress
 from anyengine.engines.vllm.outputs import step_outputs
 from anyengine.engines.vllm.parameters import check_model
@@ -46,6 +48,7 @@ class VllmEngine(VllmUtilities):
         self._watch: WorkerWatch
         self._can_shut_down = False
         self._logprobs: dict[str, tuple[int, int]] = {}
+        self._reasons: dict[str, str] = {}
         self._rows: list[Any] = []  # of batches that were under way when the engine was paused
         self._sleep_level = 0
 
@@ -64,6 +67,8 @@ class VllmEngine(VllmUtilities):
                 if arguments.get("model") == "default":
                     arguments["model"] = str(default_model(loading.stage))
                 self._vllm = internals.VllmCore(arguments, self._rank, loading, self._watch.fail_without_workers)
+            zero_new_blocks(self._vllm.core)
+            self._reasons = reasons_of(self._vllm.core.scheduler)
         except BaseException as error:
             # What vLLM says of a worker that has died is that something went wrong.
             death = self._watch.death(_DEATH_LIMIT)
@@ -103,6 +108,7 @@ class VllmEngine(VllmUtilities):
         self._vllm.abort(handles)
         for handle in handles:
             self._logprobs.pop(str(handle), None)
+            self._reasons.pop(str(handle), None)
         if self._rows:
             aborted = set(map(str, handles))
             self._rows = [row for row in self._rows if row.request_id not in aborted]
@@ -126,11 +132,12 @@ class VllmEngine(VllmUtilities):
             except Exception:
                 self._fail()
                 raise
-        outputs = step_outputs(rows, self._logprobs)
-        if outputs is not None and self._logprobs:
+        outputs = step_outputs(rows, self._logprobs, self._reasons)
+        if outputs is not None and (self._logprobs or self._reasons):
             for row, details in outputs.details.items():
                 if details.finish_reason is not None:
                     self._logprobs.pop(rows[row].request_id, None)
+                    self._reasons.pop(rows[row].request_id, None)
         return outputs
 
     def statistics(self) -> Mapping[str, float]:

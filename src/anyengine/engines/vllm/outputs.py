@@ -31,10 +31,12 @@ class FailedRow:
     events: None = None
 
 
-_FAILED = "vLLM ended the request for an error of its own; what the engine printed says which"
+_FAILED = "vLLM ended the request for an error of its own; its log may say which (VLLM_LOGGING_LEVEL=WARNING)"
 
 
-def step_outputs(rows: Sequence[Any], logprobs: Mapping[str, tuple[int, int]]) -> StepOutputs | None:
+def step_outputs(
+    rows: Sequence[Any], logprobs: Mapping[str, tuple[int, int]], reasons: Mapping[str, str]
+) -> StepOutputs | None:
     """The columns of one step; None if it brought nothing.
 
     :param rows: vLLM's ``EngineCoreOutput`` or a ``FailedRow``, one for each request that has anything
@@ -49,7 +51,7 @@ def step_outputs(rows: Sequence[Any], logprobs: Mapping[str, tuple[int, int]]) -
         array("Q", [int(row.request_id) for row in rows]),
         array("I", chain.from_iterable(tokens)),
         None if counts.count(1) == len(counts) else counts,
-        {index: _details(row, logprobs) for index, row in enumerate(rows) if _has_details(row)},
+        {index: _details(row, logprobs, reasons) for index, row in enumerate(rows) if _has_details(row)},
     )
 
 
@@ -64,7 +66,7 @@ def _has_details(row: Any) -> bool:
     )
 
 
-def _details(row: Any, logprobs: Mapping[str, tuple[int, int]]) -> OutputDetails:
+def _details(row: Any, logprobs: Mapping[str, tuple[int, int]], reasons: Mapping[str, str]) -> OutputDetails:
     value: int | None = row.finish_reason
     finish_reason = None if value is None else _FINISH_REASONS[value]
     wanted, prompt_wanted = logprobs.get(row.request_id, (0, 0))
@@ -72,7 +74,7 @@ def _details(row: Any, logprobs: Mapping[str, tuple[int, int]]) -> OutputDetails
     return OutputDetails(
         finish_reason=finish_reason,
         stop_reason=row.stop_reason,
-        error=row.error if isinstance(row, FailedRow) else _FAILED if finish_reason == "error" else None,
+        error=_error(row, reasons) if finish_reason == "error" else None,
         logprobs=None if new is None else _positions(new.logprob_token_ids, new.logprobs, wanted),
         # The first token of a prompt has no predecessor, and vLLM no entry for it.
         prompt_logprobs=(
@@ -82,6 +84,10 @@ def _details(row: Any, logprobs: Mapping[str, tuple[int, int]]) -> OutputDetails
         kv_transfer_params=row.kv_transfer_params,
         events=_events(row.events),
     )
+
+
+def _error(row: Any, reasons: Mapping[str, str]) -> str:
+    return row.error if isinstance(row, FailedRow) else reasons.get(row.request_id, _FAILED)
 
 
 def _positions(token_ids: Any, logprobs: Any, wanted: int) -> list[TokenLogprobs]:

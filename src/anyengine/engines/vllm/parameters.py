@@ -97,7 +97,7 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> Any:
 def embeddings(embeds: Any, model_config: Any) -> Any:
     """A prompt of embeddings as a tensor of the model's type, on the host.
 
-    :raises RequestError: if the engine takes none, or none like these
+    :raises RequestError: if the engine takes none, or none like these, or not all are finite
     """
     if not model_config.enable_prompt_embeds:
         raise RequestError("prompt_embeds: start the engine with enable_prompt_embeds=True")
@@ -107,4 +107,16 @@ def embeddings(embeds: Any, model_config: Any) -> Any:
         raise RequestError(
             f"prompt_embeds of shape {tuple(tensor.shape)} and {tensor.dtype}: expected tokens x {width} numbers"
         )
-    return tensor.to(model_config.dtype)
+    converted = tensor.to(model_config.dtype)
+    check_finite("prompt_embeds", converted)
+    return converted
+
+
+def check_finite(what: str, tensor: Any) -> None:
+    """Refuse floating numbers that would reach other requests by the KV cache.
+
+    :param tensor: in the type in which the model computes: what is finite in another may be infinite in this
+    :raises RequestError: if one is NaN or infinite
+    """
+    if not find("torch:isfinite")(tensor).all():
+        raise RequestError(f"{what} hold NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}")
