@@ -71,7 +71,7 @@ class VllmEngine(VllmUtilities):
             self._reasons = reasons_of(self._vllm.core.scheduler)
         except BaseException as error:
             # What vLLM says of a worker that has died is that something went wrong.
-            death = self._watch.death(_DEATH_LIMIT)
+            death = self._watch.death(_DEATH_LIMIT) if isinstance(error, Exception) else None
             self._watch.close()
             if death is not None:
                 raise WorkerDiedError(death) from error
