@@ -26,6 +26,7 @@ from anyengine import (
     UtilityTimeoutError,
     open_engine_client,
 )
+from anyengine.client.staging import ARRAYS_AT_ONCE
 from anyengine.process.blocks import Block
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -134,3 +135,9 @@ async def test_a_call_that_cannot_travel_and_one_that_ends_by_its_timeout(client
             assert leased(client) == 0
     assert passed(client) == 1
     assert await client.call_utility("digests", [large(2)]) == [digest(large(2))]
+
+
+async def test_a_call_with_many_arrays_leaves_descriptors_for_others(client: EngineClient) -> None:
+    array = large(1)
+    assert await client.call_utility("digests", [array] * 300) == [digest(array)] * 300
+    assert passed(client) == ARRAYS_AT_ONCE

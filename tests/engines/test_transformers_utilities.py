@@ -241,7 +241,7 @@ class TestCollectiveRpc:
             engine.collective_rpc(method)
 
     def test_a_timeout_is_refused_since_nothing_could_keep_it(self, engine: TransformersEngine) -> None:
-        with pytest.raises(ValueError, match=r"timeout=5\.0: the worker runs in the engine's own thread"):
+        with pytest.raises(ValueError, match=r"timeout=5\.0: the worker runs in the engine's thread"):
             engine.collective_rpc("execute_dummy_batch", 5.0)
 
 

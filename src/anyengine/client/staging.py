@@ -33,6 +33,10 @@ LANE_LIMIT = 2**20
 AT_ONCE = 2 * 2**20
 """Bytes that are copied without a thread, for which they would have to wait longer than the copy takes."""
 
+ARRAYS_AT_ONCE = 256
+"""Arrays of one value that are staged. Each takes a descriptor until it is handed over, of which a process has some
+thousand; the rest are frames."""
+
 _DEEPEST = MAX_DEPTH - 8
 """Nesting that encoding allows."""
 
@@ -126,38 +130,53 @@ def _stage_in_thread(value: Any, lane: Lane) -> _Staged | None:
 
 
 def _stage_now(value: Any, lane: Lane, check: Callable[[], None]) -> _Staged:
-    leases: list[Lease] = []
+    stager = _Stager(lane, check)
     try:
-        return _Staged(_staged(value, lane, check, leases, 0, {}), leases)
+        return _Staged(stager.stage(value, 0), stager.leases)
     except Exception:  # cancellation is none
-        release(leases)
+        release(stager.leases)
         return _Staged(value, [])
     except BaseException:
-        release(leases)
+        release(stager.leases)
         raise
 
 
-def _staged(value: Any, lane: Lane, check: Callable[[], None], leases: list[Lease], depth: int, seen: _Seen) -> Any:
-    if not _work(value, depth, seen).size:
-        return value
-    if isinstance(value, list | tuple):
-        return [_staged(item, lane, check, leases, depth + 1, seen) for item in cast("Sequence[Any]", value)]
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {key: _staged(item, lane, check, leases, depth + 1, seen) for key, item in items}
-    check()
-    try:
-        array = arrays.from_value(value)
-        if array is None:
+class _Stager:
+    """Stages one value. ``leases`` are of the blocks that it fills; ``check`` is called now and then and may raise."""
+
+    def __init__(self, lane: Lane, check: Callable[[], None]) -> None:
+        self.leases: list[Lease] = []
+        self._lane = lane
+        self._check = check
+        self._arrays = 0
+        self._seen: _Seen = {}
+
+    def stage(self, value: Any, depth: int) -> Any:
+        """What ``value`` becomes."""
+        if not _work(value, depth, self._seen).size:
             return value
-        data = open_shared_storage(value)
-        if data is None:
-            lease = lane.pool.take(array.data.nbytes)
-            data = lease.fill(array.data, check)
-            leases.append(lease)
-    except (OSError, TypeError):
-        return value
-    return WireArray(array.library, array.dtype, array.shape, data)
+        if isinstance(value, list | tuple):
+            return [self.stage(item, depth + 1) for item in cast("Sequence[Any]", value)]
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            return {key: self.stage(item, depth + 1) for key, item in items}
+        return value if self._arrays == ARRAYS_AT_ONCE else self._stage_array(value)
+
+    def _stage_array(self, value: Any) -> Any:
+        self._check()
+        try:
+            array = arrays.from_value(value)
+            if array is None:
+                return value
+            data = open_shared_storage(value)
+            if data is None:
+                lease = self._lane.pool.take(array.data.nbytes)
+                data = lease.fill(array.data, self._check)
+                self.leases.append(lease)
+        except (OSError, TypeError):
+            return value
+        self._arrays += 1
+        return WireArray(array.library, array.dtype, array.shape, data)
 
 
 def _work(value: Any, depth: int, seen: _Seen) -> _Work:

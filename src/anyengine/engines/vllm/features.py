@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from anyengine.engines.vllm.installed import find
+from anyengine.engines.vllm.parameters import check_finite
 from anyengine.errors import RequestError
 from anyengine.multimodal import Batching, MultiModalFeature, MultiModalField
 
@@ -77,7 +78,7 @@ def _field(element: Any) -> MultiModalField:
 def _item(feature: MultiModalFeature) -> Any:
     element = find("vllm.multimodal.inputs:MultiModalFieldElem")
     return find("vllm.multimodal.inputs:MultiModalKwargsItem")(
-        {name: element(data=_tensors(field.data), field=_kind(field)) for name, field in feature.fields.items()}
+        {name: element(data=_tensors(name, field.data), field=_kind(field)) for name, field in feature.fields.items()}
     )
 
 
@@ -92,10 +93,14 @@ def _kind(field: MultiModalField) -> Any:
     return find(f"vllm.multimodal.inputs:{name}")(keep_on_cpu=field.keep_on_cpu, **more)
 
 
-def _tensors(data: Any) -> Any:
+def _tensors(name: str, data: Any) -> Any:
     if isinstance(data, list):
-        return [_tensors(item) for item in cast("list[Any]", data)]
-    return data if isinstance(data, int | float) else as_tensor(data)
+        return [_tensors(name, item) for item in cast("list[Any]", data)]
+    if isinstance(data, int | float):
+        return data
+    tensor = as_tensor(data)
+    check_finite(f"the values of {name!r}", tensor)
+    return tensor
 
 
 def as_tensor(data: Any) -> Any:

@@ -61,6 +61,8 @@ _NEEDED = {
         "process_inputs(arrival_time)", "process_inputs(lora_request)", "process_inputs(priority)",
     ),
     "vllm.v1.engine.utils:set_assigned_physical_gpu_ids_for_dp_rank": (),
+    "vllm.v1.executor.multiproc_executor:WorkerProc": ("make_worker_process", "worker_main"),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": (),
     "vllm.v1.executor:Executor": (
         "get_class", "collective_rpc", "register_failure_callback", "sleep", "wake_up",
     ),

@@ -94,10 +94,17 @@ class VllmUtilities(EngineCore):
 
         Whoever may call this may run whatever can be imported there.
 
-        :raises ValueError: if a ``timeout`` is given
+        :raises TypeError: if ``method`` is not a string
+        :raises ValueError: if it is not the name of a public method or of a function, or if a ``timeout`` is given
         :raises WorkerCallError: if a worker raised; the others have done it all the same
         :raises UnencodableError: if what a worker returned cannot travel
         """
+        if not isinstance(method, str):
+            raise TypeError(f"method={brief(method)} ({type(method).__name__}): expected a string")
+        if not method[:1].isalpha():
+            raise ValueError(
+                f"method={brief(method)}: expected the name of a worker's public method, or 'package.module:function'"
+            )
         if timeout is not None:
             raise ValueError(
                 f"timeout={brief(timeout)}: vLLM cannot take a call back from its workers, and would take the late "
