@@ -165,6 +165,10 @@ EMBEDS = MultiModalField(data=torch.zeros(20, 128))
 WRONG: dict[str, tuple[Callable[[Features], Features], str]] = {
     "modality": (change(modality="video"), "one of modality 'video'; the engine takes image"),
     "passed through": (change(modality="prompt_embeds"), "one of modality 'prompt_embeds'; the engine takes image"),
+    "not finite": (
+        with_field("pixel_values", lambda field: dataclasses.replace(field, data=field.data * torch.nan)),
+        "the values of 'pixel_values' hold NaN or infinity as float32",
+    ),
     "missing": (
         with_field("pixel_values", lambda field: None),
         r"features\[0\].fields lacks pixel_values; the model's processor makes num_patches, pixel_attention_mask",

@@ -193,6 +193,8 @@ async def test_utilities(address: str, directory: Path, tmp_path: Path) -> None:
             await client.collective_rpc("tests.vllm.in_workers:unencodable")
         with pytest.raises(UtilityError, match="call_utility with a timeout"):
             await client.collective_rpc("get_supported_tasks", timeout=1)
+        with pytest.raises(UtilityError, match="expected the name of a worker's public method"):
+            await client.collective_rpc("__class__")
         await client.execute_dummy_batch()
         await client.reset_mm_cache()
         await client.reset_encoder_cache()
