@@ -64,7 +64,7 @@ class _Repr(reprlib.Repr):
 
     def repr_instance(self, x: Any, level: int) -> str:
         kind = cast("type[object]", type(x))
-        if hasattr(kind, "shape") and hasattr(kind, "dtype"):
+        if hasattr(kind, "shape") and hasattr(kind, "dtype") and x.shape:
             return f"{kind.__name__}(shape={tuple(x.shape)}, dtype={x.dtype})"
         if not isinstance(x, type) and (issubclass(kind, Collection) or dataclasses.is_dataclass(kind)):
             return f"{kind.__name__}(...)"

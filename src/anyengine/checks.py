@@ -5,6 +5,8 @@ Imports only the standard library, since both processes use it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from anyengine.brief import brief
 from anyengine.errors import RequestError
 
@@ -15,13 +17,12 @@ def require(fits: bool, where: str, value: object, expected: str) -> None:
         raise TypeError(f"{where}={brief(value)} ({type(value).__name__}): expected {expected}")
 
 
-def require_integer(where: str, value: object, low: int, high: int) -> None:
+def require_integer(where: str, value: Any, low: int, high: int) -> None:
     """Check an integer of a request.
 
     :raises TypeError: if ``value`` is no integer
     :raises RequestError: if it is not ``low`` to ``high``
     """
-    if not isinstance(value, int) or isinstance(value, bool):
-        require(False, where, value, "an integer")
-    elif not low <= value <= high:
+    require(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
+    if not low <= value <= high:
         raise RequestError(f"{where}={brief(value)}: expected {low} to {high}")

@@ -18,7 +18,7 @@ from anyengine.client.link import EngineLink
 from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_ids import RequestIds
 from anyengine.client.request_stream import RequestStream
-from anyengine.client.staging import release, stage, stage_features
+from anyengine.client.staging import release, size_to_stage, stage, stage_features
 from anyengine.client.waiters import ErrorFactory, OutputQueue
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError
 from anyengine.params import RequestOptions, SamplingParams
@@ -139,13 +139,14 @@ class EngineSession:
         :param leases: gets what the caller has to release if the call does not go through
         """
         lane = self.link.lane
-        if lane is not None:
-            with anyio.CancelScope() as scope:
-                self._stagings.add(scope)
-                try:
-                    return await stage(value, lane, self.staging, leases)
-                finally:
-                    self._stagings.remove(scope)
+        if lane is None or not (size := size_to_stage(value)):
+            return value
+        with anyio.CancelScope() as scope:
+            self._stagings.add(scope)
+            try:
+                return await stage(value, size, lane, self.staging, leases)
+            finally:
+                self._stagings.remove(scope)
         return value
 
     async def add(

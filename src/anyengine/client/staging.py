@@ -65,23 +65,27 @@ _Seen = dict[int, tuple[Any, _Work]]
 """Containers that were looked into, by their id, and what :func:`_work` said of them."""
 
 
-async def stage(value: Any, lane: Lane, limiter: anyio.CapacityLimiter, leases: list[Lease]) -> Any:
-    """``value`` with its large arrays in shared memory; without any, ``value`` itself, without a checkpoint.
+def size_to_stage(value: Any) -> int:
+    """Bytes of ``value`` that belong into shared memory.
+
+    None for a value that cannot be looked into (too deep, a cycle, its own code raised), or that is the same few
+    containers over and over: it is left as it is, for the call that encodes it to refuse.
+    """
+    try:
+        return _work(value, 0, {}).size
+    except Exception:
+        return 0
+
+
+async def stage(value: Any, size: int, lane: Lane, limiter: anyio.CapacityLimiter, leases: list[Lease]) -> Any:
+    """``value`` with its large arrays, which have ``size`` bytes, in shared memory.
 
     The leases of the blocks that were filled are added to ``leases``, for the caller to :func:`release` if the call
     does not go through. If this raises, none are.
 
-    An array that cannot be staged travels as a frame. A value that cannot be looked into (too deep, a cycle, its own
-    code raised), or that is the same few containers over and over, is left as it is, for the call that encodes it to
-    refuse.
+    An array that cannot be staged travels as a frame.
     """
-    try:
-        work = _work(value, 0, {}).size
-    except Exception:
-        return value
-    if not work:
-        return value
-    if work <= AT_ONCE:
+    if size <= AT_ONCE:
         staged = _stage_now(value, lane, _do_nothing)
     else:
         staged = await to_thread.run_sync(_stage_in_thread, value, lane, limiter=limiter)

@@ -272,7 +272,7 @@ class Supervisor:
                 )
                 return
             logger.warning("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
-        elif host.stays and not await self._ends_within(host, LOOK):
+        elif host.outlives_close and not await self._ends_within(host, LOOK):
             logger.warning(
                 "engine %d cannot be killed from here: its thread goes on until it comes to an end", link.rank
             )

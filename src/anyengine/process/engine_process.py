@@ -32,7 +32,7 @@ class EngineProcess:
     """A running child. Its end is known from the pidfd, then believed from its exit status."""
 
     can_be_killed: bool = True
-    stays: bool = False
+    outlives_close: bool = False
     sends_at_once: bool = False
 
     def __init__(

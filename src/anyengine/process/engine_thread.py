@@ -26,7 +26,7 @@ class EngineThread:
     output: None = None
     lane: None = None
     can_be_killed: bool = False
-    stays: bool = True
+    outlives_close: bool = True
     sends_at_once: bool = True
 
     def __init__(self, bootstrap: Bootstrap, context: zmq.Context[Any]) -> None:

@@ -41,8 +41,8 @@ class EngineHost(Protocol):
         ...
 
     @property
-    def stays(self) -> bool:
-        """Whether it goes on in this process, used up by nobody, until it comes to its end by itself."""
+    def outlives_close(self) -> bool:
+        """Whether it goes on in this process, for nobody's use, until it comes to its end by itself."""
         ...
 
     @property

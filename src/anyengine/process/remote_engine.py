@@ -18,7 +18,7 @@ class RemoteEngine:
     output: None = None
     lane: None = None
     can_be_killed: bool = False
-    stays: bool = False
+    outlives_close: bool = False
     sends_at_once: bool = False
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ def _pack_object(value: object, packing: _Packing, path: str, depth: int) -> Any
             name = key if type(key) is str or type(key) is int else _plain(key)
             if (type(name) is not str and type(name) is not int) or isinstance(key, bool):
                 raise UnencodableError(path, f"the key {brief(key)} ({_name(key)}) is neither a string nor an integer")
-            shown = brief(name)
+            shown = repr(name) if type(name) is int else brief(name)
             if name in packed:
                 raise UnencodableError(path, f"two of its keys are {shown} when they arrive")
             _pack(name, packing, f"{path} key {shown}", depth)

@@ -17,13 +17,17 @@ _BATCHINGS: Mapping[str, Batching] = {
 }
 
 
-def engine_input(token_ids: Sequence[int], features: Sequence[MultiModalFeature]) -> dict[str, Any]:
-    """A prompt and its features as what vLLM's renderer makes of a prompt with images."""
+def engine_input(token_ids: Sequence[int], features: Sequence[MultiModalFeature], dtype: Any) -> dict[str, Any]:
+    """A prompt and its features as what vLLM's renderer makes of a prompt with images.
+
+    :param dtype: that in which the model computes
+    :raises RequestError: if a feature's values are not finite in it
+    """
     items: dict[str, list[Any]] = {}
     identifiers: dict[str, list[str]] = {}
     positions: dict[str, list[Any]] = {}
     for feature in features:
-        items.setdefault(feature.modality, []).append(_item(feature))
+        items.setdefault(feature.modality, []).append(_item(feature, dtype))
         identifiers.setdefault(feature.modality, []).append(feature.identifier)
         positions.setdefault(feature.modality, []).append(_position(feature))
     return {
@@ -75,10 +79,13 @@ def _field(element: Any) -> MultiModalField:
     )
 
 
-def _item(feature: MultiModalFeature) -> Any:
+def _item(feature: MultiModalFeature, dtype: Any) -> Any:
     element = find("vllm.multimodal.inputs:MultiModalFieldElem")
     return find("vllm.multimodal.inputs:MultiModalKwargsItem")(
-        {name: element(data=_tensors(name, field.data), field=_kind(field)) for name, field in feature.fields.items()}
+        {
+            name: element(data=_tensors(name, field.data, dtype), field=_kind(field))
+            for name, field in feature.fields.items()
+        }
     )
 
 
@@ -93,13 +100,14 @@ def _kind(field: MultiModalField) -> Any:
     return find(f"vllm.multimodal.inputs:{name}")(keep_on_cpu=field.keep_on_cpu, **more)
 
 
-def _tensors(name: str, data: Any) -> Any:
+def _tensors(name: str, data: Any, dtype: Any) -> Any:
     if isinstance(data, list):
-        return [_tensors(name, item) for item in cast("list[Any]", data)]
+        return [_tensors(name, item, dtype) for item in cast("list[Any]", data)]
     if isinstance(data, int | float):
         return data
     tensor = as_tensor(data)
-    check_finite(f"the values of {name!r}", tensor)
+    if tensor.is_floating_point():
+        check_finite(f"the values of {name!r}", tensor.to(dtype))
     return tensor
 
 

@@ -196,7 +196,7 @@ class VllmCore:
         features = self._features.fitted(features)
         # What an encoder's output takes the place of may be a number that the model has no token for.
         self._check_tokens(tokens_beside(tokens, features))
-        return engine_input(tokens, features)
+        return engine_input(tokens, features, self._model.dtype)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         # Without a tokenizer vLLM does not look, and a token that the model does not have ends the engine.

@@ -20,7 +20,7 @@ def zero_new_blocks(core: Any) -> None:
         return
     full_attention = find("vllm.v1.kv_cache_interface:FullAttentionSpec")
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
-        # The worker zeroes no others.
+        # 0.27 zeroes no others.
         if isinstance(manager.kv_cache_spec, full_attention):
             manager._record_new_block_ids = True
     scheduler.needs_kv_cache_zeroing = True

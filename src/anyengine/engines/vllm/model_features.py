@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, cast
 
 from anyengine.engines.vllm.features import as_tensor, features_of
@@ -74,6 +74,9 @@ class ModelFeatures:
         return feature
 
     def _check_embeds(self, where: str, feature: MultiModalFeature, name: str) -> None:
+        missing = sorted(self._needed_beside_embeds(feature.modality) - feature.fields.keys())
+        if missing:
+            raise RequestError(f"{where}.fields lacks {', '.join(missing)}, which the model needs beside {name}")
         data = feature.fields[name].data
         measured = _measured(data)
         if measured is None or measured[0] < 2 or measured[1] != "floats":
@@ -85,6 +88,15 @@ class ModelFeatures:
                 )
         if not isinstance(data, list) and measured[0] == 2:
             _check_places(where, feature, data.shape[0])
+
+    def _needed_beside_embeds(self, modality: str) -> Set[str]:
+        field_sets = getattr(self._info.data_parser, "embedding_field_sets", None)
+        if field_sets is not None:
+            required, _ = field_sets(modality)
+            return required
+        # Before 0.32 vLLM did not tell. The positions of such models are counted from the sizes of an item's grid.
+        layout = self._layouts[modality]
+        return {name for name in (() if layout is None else layout.kinds) if name.endswith("_grid_thw")}
 
 
 class _Kind(NamedTuple):

@@ -101,7 +101,7 @@ class VllmUtilities(EngineCore):
         """
         if not isinstance(method, str):
             raise TypeError(f"method={brief(method)} ({type(method).__name__}): expected a string")
-        if not method[:1].isalpha():
+        if ":" not in method and not method[:1].isalpha():
             raise ValueError(
                 f"method={brief(method)}: expected the name of a worker's public method, or 'package.module:function'"
             )
