@@ -64,8 +64,8 @@ class _Repr(reprlib.Repr):
 
     def repr_instance(self, x: Any, level: int) -> str:
         kind = cast("type[object]", type(x))
-        if hasattr(kind, "shape") and hasattr(kind, "dtype") and x.shape:
-            return f"{kind.__name__}(shape={tuple(x.shape)}, dtype={x.dtype})"
+        if hasattr(kind, "shape") and hasattr(kind, "dtype"):
+            return f"{kind.__name__}(shape={tuple(x.shape)}, dtype={x.dtype})" if x.shape else repr(x)
         if not isinstance(x, type) and (issubclass(kind, Collection) or dataclasses.is_dataclass(kind)):
             return f"{kind.__name__}(...)"
         return repr(x)
