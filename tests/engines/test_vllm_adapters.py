@@ -34,9 +34,13 @@ class Worker:
         self.active: list[int] = []
         self.gone: set[int] = set()
         self.refused: set[int] = set()
+        self.stuck: set[int] = set()
+        self.is_mute = False
         self.loads = 0
 
     def list_loras(self) -> set[int]:
+        if self.is_mute:
+            raise RuntimeError("no list")
         return set(self.cache)
 
     def add_lora(self, lora: LoRARequest) -> bool:
@@ -57,6 +61,8 @@ class Worker:
         return True
 
     def remove_lora(self, number: int) -> bool:
+        if number in self.stuck:
+            raise RuntimeError(f"{number} is stuck")
         self.pinned.discard(number)
         if number in self.active:
             self.active.remove(number)
@@ -115,8 +121,10 @@ def make(places: int, capacity: int) -> tuple[Workers, Adapters]:
     return workers, Adapters(workers.call, places, capacity)
 
 
+@pytest.mark.parametrize("sticky", [False, True])
 @pytest.mark.parametrize(("places", "capacity"), [(1, 1), (1, 3), (2, 2), (2, 4)])
-def test_nothing_is_loaded_in_a_step(places: int, capacity: int) -> None:
+def test_nothing_is_loaded_in_a_step(places: int, capacity: int, sticky: bool) -> None:
+    """Not even if workers cannot unload what they have."""
     chance = random.Random(places * 10 + capacity)
     workers, tested = make(places, capacity)
     inside: dict[str, int] = {}  # requests in vLLM, in order
@@ -136,6 +144,7 @@ def test_nothing_is_loaded_in_a_step(places: int, capacity: int) -> None:
         "pin",
         "foreign",
         "doze",
+        *["stick"] * sticky,
     )
     for turn in range(4000):
         match chance.choice(actions):
@@ -152,15 +161,15 @@ def test_nothing_is_loaded_in_a_step(places: int, capacity: int) -> None:
                 for name in dropped:
                     inside.pop(name, None)
                     open_requests.remove(name)
-                assert len(workers.loaded) <= capacity
+                assert sticky or len(workers.loaded) <= capacity
                 scheduled: list[int] = []
                 for number in inside.values():
                     if number not in scheduled and len(scheduled) < places:
                         scheduled.append(number)
-                loads, steps = workers.each[0].loads, steps + bool(scheduled)
+                loads, steps = [worker.loads for worker in workers.each], steps + bool(scheduled)
                 for number in chance.sample(scheduled, len(scheduled)):
                     workers.call("add_lora", lora(number))
-                assert workers.each[0].loads == loads
+                assert [worker.loads for worker in workers.each] == loads
                 ended = [name for name, number in inside.items() if number in scheduled and chance.random() < 0.5]
                 served += len(ended)
                 for name in ended:
@@ -177,27 +186,33 @@ def test_nothing_is_loaded_in_a_step(places: int, capacity: int) -> None:
             case "back":
                 for worker in workers.each:
                     worker.gone.clear()
+                    worker.stuck.clear()
+            case "stick":
+                chance.choice(workers.each).stuck.add(chance.randint(1, 6))
             case "load":
                 with suppress(RequestError):
                     tested.load(lora(chance.randint(1, 6)))
             case "remove":
-                with suppress(RequestError):
+                with suppress(RequestError, WorkerCallError):
                     removed += tested.remove(chance.randint(1, 6))
             case "pin" if chance.random() < 0.2:
                 with suppress(RequestError, WorkerCallError):
                     tested.pin(chance.randint(1, 6))
             case "foreign" if chance.random() < 0.2:  # what an application calls in the workers, of which nobody knows
-                chance.choice(workers.each).remove_lora(chance.randint(1, 6))
+                worker, number = chance.choice(workers.each), chance.randint(1, 6)
+                if number not in worker.stuck:
+                    worker.remove_lora(number)
                 tested.distrust()
-            case "doze" if chance.random() < 0.1:
+            case "doze" if chance.random() < 0.1 and not any(worker.stuck for worker in workers.each):
                 tested.unload_all()
-                assert not workers.loaded
+                assert sticky or not workers.loaded
             case _:
                 pass
         assert len(open_requests) == len(inside) + tested.held
     assert served > 100 and failed > 20 and steps > 100 and removed > 20
     for worker in workers.each:
         worker.gone.clear()
+        worker.stuck.clear()
     for number in tested.numbers():
         with suppress(RequestError):
             tested.remove(number)  # pinned ones, too
@@ -418,3 +433,102 @@ def test_one_that_is_gone_is_looked_for_once() -> None:
     assert len(tested.admit()) == 20
     assert [call[0] for call in workers.calls].count("add_lora") == 2
     assert not tested
+
+
+def test_an_adapter_that_a_worker_cannot_unload_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    workers, tested = make(1, 2)
+    tested.add("runs", lora(1), nothing)
+    workers.each[1].add_lora(lora(77))
+    workers.each[1].stuck.add(77)
+    tested.distrust()
+    for _ in range(3):
+        assert tested.admit() == {}
+    assert [record.message for record in caplog.records] == [
+        "the adapter of number 77 cannot be unloaded, and keeps its memory: 77 is stuck"
+    ]
+    tested.end(["runs"])
+    # Its number is not taken for another's, nor is its place: the workers assert that they never have too many.
+    for call in (lambda: tested.load(lora(77)), lambda: tested.pin(77)):
+        with pytest.raises(RequestError, match="the adapter number 77 is that of one that a worker could not unload"):
+            call()
+    for number in (2, 3, 4):
+        tested.add(f"{number}", lora(number), nothing)
+        tested.end([f"{number}"])
+        assert number in workers.each[0].cache
+    tested.add("2", lora(2), nothing)
+    with pytest.raises(RequestError, match=r"max_cpu_loras=2, and workers have others that they could not unload"):
+        workers.each[1].stuck |= {3, 4}
+        tested.load(lora(5))
+    workers.each[1].stuck.clear()
+    assert tested.admit() == {}
+    assert workers.loaded == {2}
+    assert tested.load(lora(77))
+
+
+def test_a_request_whose_adapter_is_ready_goes_on_when_another_cannot_go() -> None:
+    workers, tested = make(1, 1)
+    tested.load(lora(1))
+    workers.each[0].stuck.add(1)
+    came: list[str] = []
+    tested.add("runs", lora(2), lambda: came.append("runs"))
+    assert came == ["runs"]
+    workers.each[0].stuck.clear()
+    assert tested.admit() == {}
+    assert workers.loaded == {2}
+
+
+@pytest.mark.parametrize("fault", ["is_mute", "stuck"])
+def test_what_workers_cannot_do_before_a_step_fails_requests_alone(fault: str) -> None:
+    workers, tested = make(1, 1)
+    tested.add("runs", lora(1), nothing)
+    tested.add("waits", lora(2), nothing)
+    worker = workers.each[1]
+    if fault == "is_mute":
+        worker.is_mute = True
+    else:
+        workers.each[0].remove_lora(1)
+        worker.stuck.add(1)
+    tested.distrust()
+    failed = tested.admit()
+    if fault == "is_mute":
+        reason = "the workers cannot say which adapters they have (no list)"
+        assert failed == {"runs": reason, "waits": reason}
+        assert not tested
+    else:
+        assert list(failed) == ["runs"] and "could not unload" in failed["runs"]
+        assert not tested.held  # what is free is the place of the one that failed
+    # As soon as they can, all is in order.
+    worker.is_mute = False
+    worker.stuck.clear()
+    assert not tested.admit()
+    tested.end(["waits"])
+    tested.add("last", lora(1), nothing)
+    assert not tested.held and workers.loaded == {1}
+
+
+def test_a_worker_that_does_not_answer_ends_the_step() -> None:
+    _, tested = make(1, 1)
+    tested.add("runs", lora(1), nothing)
+    tested.distrust()
+
+    def no_answer(method: str, *args: Any) -> Sequence[Any]:
+        raise RuntimeError("Executor failed.")
+
+    tested._call = no_answer
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        tested.admit()
+
+
+def test_a_pin_that_is_gone_in_the_workers_leaves_a_place() -> None:
+    workers, tested = make(2, 3)
+    tested.load(lora(1))
+    tested.pin(1)
+    came: list[str] = []
+    tested.add("runs", lora(2), nothing)
+    tested.add("waits", lora(3), lambda: came.append("waits"))
+    assert not tested.admit() and not came
+    for worker in workers.each:
+        worker.remove_lora(1)
+    tested.distrust()
+    assert not tested.admit()
+    assert came == ["waits"]

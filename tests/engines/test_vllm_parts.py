@@ -27,6 +27,7 @@ from anyengine.engines.vllm.leftovers import files_in
 from anyengine.engines.vllm.loading import LoadProgress, with_stages
 from anyengine.engines.vllm.outputs import FailedRow, step_outputs
 from anyengine.engines.vllm.ranks import take_rank
+from anyengine.engines.vllm.spawning import spawned_workers
 from anyengine.engines.vllm.workers import WorkerDiedError, WorkerWatch
 
 
@@ -211,6 +212,9 @@ class Process:
     def kill(self) -> None:
         self._popen.kill()
 
+    def until_end(self) -> None:
+        self._popen.wait()
+
     def close(self) -> None:
         self._popen.communicate()
         os.close(self._read_end)
@@ -269,6 +273,112 @@ def test_a_worker_that_dies_without_a_reason_while_others_come() -> None:
     watch.close()
     for process in (first, second):
         process.close()
+
+
+def test_workers_that_vllm_ends_are_not_the_reason() -> None:
+    worker = Process()
+    watch = WorkerWatch()
+    worker.add_to(watch)
+    watch.workers_end()
+    worker.kill()
+    until_sync(lambda: worker.exitcode is not None)
+    started = time.monotonic()
+    assert watch.death(limit=60) is None
+    assert time.monotonic() - started < 30  # nobody watches any more
+    watch.workers_end()
+    watch.close()
+    watch.workers_end()
+    worker.close()
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_worker_that_dies_before_vllm_ends_them_is_the_reason(raised: bool) -> None:
+    first, second = Process(), Process()
+    watch = WorkerWatch()
+    first.add_to(watch)
+    second.add_to(watch)
+    first.starting.close()  # ready
+    if raised:
+        second.starting.send_bytes(b"ValueError: cut short")
+    else:
+        second.kill()
+        until_sync(lambda: second.exitcode is not None)
+    second.starting.close()
+    watch.workers_end()
+    what = "raised ValueError: cut short" if raised else "was killed by signal 9 (SIGKILL)"
+    assert watch.death(limit=0) == f"worker Worker-0 (pid {second.pid}) {what}"
+    watch.close()
+    for process in (first, second):
+        process.kill()
+        process.close()
+
+
+class Executor:
+    """vLLM's, for which one process starts and not the other."""
+
+    def __init__(self, error: OSError | None) -> None:
+        self.worker, self._error = Process(), error
+
+    def start(self, module: Any) -> None:
+        try:
+            module.WorkerProc.make_worker_process(self.worker)
+            if self._error is not None:
+                raise self._error
+            self.worker.kill()
+            self.worker.until_end()
+            raise RuntimeError("see the stack trace above")
+        finally:
+            module.MultiprocExecutor._ensure_worker_termination([self.worker])
+
+
+def executor_module() -> Any:
+    class WorkerProc:
+        @staticmethod
+        def make_worker_process(process: Process) -> Any:
+            return SimpleNamespace(proc=process)
+
+        @staticmethod
+        def worker_main() -> None:
+            pass
+
+    class MultiprocExecutor:
+        @staticmethod
+        def _ensure_worker_termination(workers: list[Process]) -> None:
+            for worker in workers:
+                worker.kill()
+                worker.until_end()
+
+    start_method = SimpleNamespace(get_start_method=lambda: "spawn")
+    module: Any = ModuleType("vllm.v1.executor.multiproc_executor")
+    module.WorkerProc, module.MultiprocExecutor = WorkerProc, MultiprocExecutor
+    module.get_mp_context = lambda: start_method
+    return module
+
+
+@pytest.mark.usefixtures("vllm_source")
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), None], ids=["its own", "a worker's"])
+def test_what_fails_in_the_engines_own_process_is_told_and_not_the_ends_of_its_workers(
+    error: OSError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, executor = executor_module(), Executor(error)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    end, make = module.MultiprocExecutor._ensure_worker_termination, module.WorkerProc.make_worker_process
+
+    def load(arguments: Any, rank: Any, loading: LoadProgress, on_failure: Any) -> None:
+        with spawned_workers(loading.watch):
+            executor.start(module)
+
+    monkeypatch.setattr(internals, "VllmCore", load)
+    engine = VllmEngine(model="a")
+    with pytest.raises((OSError, WorkerDiedError)) as caught:
+        engine.load(Mock())
+    if error is not None:
+        assert caught.value is error
+    else:
+        assert "was killed by signal 9 (SIGKILL)" in str(caught.value)
+    assert module.MultiprocExecutor._ensure_worker_termination is end
+    assert module.WorkerProc.make_worker_process is make
+    executor.worker.close()
 
 
 def test_an_executor_without_worker_processes_says_itself_that_it_failed() -> None:

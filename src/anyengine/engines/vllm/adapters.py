@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
+from anyengine.engines.vllm.calls import WorkerCallError
 from anyengine.engines.vllm.held import Held, HeldRequests
 from anyengine.engines.vllm.parameters import lora_request
 from anyengine.errors import RequestError
 from anyengine.params import LoRARequest
+
+logger: logging.Logger = logging.getLogger("anyengine")
 
 SPARE_PLACES = 1
 """Adapters that vLLM has to have memory for beside ``max_cpu_loras``: one more is loaded, and then one is dropped."""
@@ -26,6 +30,9 @@ class Adapters:
     adapter is dropped is chosen here, when the other has been loaded, so that vLLM never has to.
 
     An adapter that is pinned takes one of ``max_loras`` places on the device, which vLLM's scheduler does not know of.
+
+    A worker that cannot unload an adapter keeps it in the spare place, and it is tried again before each step. What the
+    workers answer fails no more than requests; if one of them does not answer, that is the engine's end.
 
     vLLM knows an adapter by its number when it computes, and by its name when it looks for what it has computed. So
     one number or name is that of one adapter, as long as that is loaded or requests are there for it. And the name that
@@ -46,10 +53,12 @@ class Adapters:
         # Those that are loaded, or that there are requests for.
         self._by_number: dict[int, LoRARequest] = {}
         self._by_name: dict[str, LoRARequest] = {}
-        # The last that had a name, if nobody has removed it, and how many had it before.
+        # The last that had a name, if nobody has removed it, and how many had it before. A name is kept for ever, which
+        # grows slowly with a name per tenant: the prefix cache may have what was computed with one that is long gone.
         self._versions: dict[str, tuple[LoRARequest | None, int]] = {}
         self._room = False  # a place may be free, or the first in turn be another
         self._suspect = False  # workers may have other adapters than are noted here
+        self._stuck: set[int] = set()  # in some workers, which could not unload them
 
     @property
     def held(self) -> int:
@@ -108,10 +117,12 @@ class Adapters:
         failed: dict[str, str] = {}
         if self._suspect:
             failed = self._load_again()
+            self.end(failed)
         if self._room:
             self._room = False
-            failed |= self._let_in_held()
-        self.end(failed)
+            refused = self._let_in_held()
+            self.end(refused)
+            failed |= refused
         return failed
 
     def _let_in_held(self) -> dict[str, str]:
@@ -209,15 +220,20 @@ class Adapters:
         for name, (lora, version) in self._versions.items():
             if lora is not None and lora.lora_int_id == number:
                 self._versions[name] = None, version
+        existed = self._unload(number)
         self._pinned.discard(number)
         self._room = True
-        return self._unload(number)
+        return existed
 
     def pin(self, number: int) -> bool:
         """Keep an adapter from being dropped.
 
-        :raises RequestError: if requests use others, which would have no place on the device then
+        :raises RequestError: if requests use others, which would have no place on the device then, or if only some
+            workers have it, which could not unload it
         """
+        if self._suspect:
+            self._compare()
+        self._refuse_stuck(number)
         if len(others := (self._running.keys() | self._pinned) - {number}) >= self._places:
             raise RequestError(
                 f"pin_lora({number}): adapters {sorted(others)} are in use or pinned, and max_loras={self._places}"
@@ -255,6 +271,14 @@ class Adapters:
                 f"the adapter {lora.lora_name!r} has no place: "
                 f"max_cpu_loras={self._capacity}, and adapters {sorted(taken)} are in use or pinned"
             )
+        self._refuse_stuck(number)
+        # vLLM itself would drop one, maybe one that is in use.
+        while len(self._loaded) + len(self._stuck) >= self._capacity + SPARE_PLACES:
+            if not self._make_room(taken):
+                raise RequestError(
+                    f"the adapter {lora.lora_name!r} has no place: max_cpu_loras={self._capacity}, "
+                    f"and workers have others that they could not unload"
+                )
         try:
             answers = self._call("add_lora", self.for_vllm(lora))
             if not all(answers):
@@ -269,8 +293,25 @@ class Adapters:
         self._versions[lora.lora_name] = lora, self._version(lora)
         self._loaded[number] = lora
         self._note(lora)
-        while len(self._loaded) > self._capacity:
-            self._unload(next(other for other in self._loaded if other != number and other not in taken))
+        if len(self._loaded) > self._capacity:
+            self._make_room(taken | {number})
+        return True
+
+    def _refuse_stuck(self, number: int) -> None:
+        if number in self._stuck:
+            raise RequestError(f"the adapter number {number} is that of one that a worker could not unload")
+
+    def _make_room(self, taken: Set[int]) -> bool:
+        """Unload the one that was used longest ago, if there is one that is not taken and the workers can."""
+        return any(self._can_unload(other) for other in list(self._loaded) if other not in taken)
+
+    def _can_unload(self, number: int) -> bool:
+        try:
+            self._unload(number)
+        except WorkerCallError as error:  # and it is suspect
+            if number not in self._stuck:
+                logger.warning("the adapter of number %d cannot be unloaded, and keeps its memory: %s", number, error)
+            return False
         return True
 
     def _unload(self, number: int) -> bool:
@@ -284,25 +325,34 @@ class Adapters:
         return any(answers)
 
     def _compare(self) -> None:
-        """Have loaded in the workers what is noted here, or noted less; what only some have is loaded in none."""
+        """Have loaded in the workers what is noted here, or noted less; what only some have is loaded in none.
+
+        :raises WorkerCallError: if a worker cannot say what it has
+        """
         loaded = [set(numbers) for numbers in self._call("list_loras")]
         everywhere = set[int].intersection(*loaded)
         self._loaded = {number: lora for number, lora in self._loaded.items() if number in everywhere}
-        self._pinned &= self._loaded.keys()
-        for number in set[int].union(*loaded) - self._loaded.keys():
-            self._unload(number)
+        others = set[int].union(*loaded) - self._loaded.keys()
+        self._stuck = {number for number in others if not self._can_unload(number)}
+        self._pinned &= self._loaded.keys() | self._stuck
         for number in list(self._by_number):
             self._drop_note(number)
+        self._room = True  # of a pin that has gone
 
     def _load_again(self) -> dict[str, str]:
         failed: dict[str, str] = {}
         self._suspect = False
-        self._compare()
+        try:
+            self._compare()
+        except WorkerCallError as error:
+            self._suspect = True
+            reason = f"the workers cannot say which adapters they have ({error})"
+            return dict.fromkeys([*self._requests, *(request.request_id for request in self._held)], reason)
         for number in list(self._running):
             if number not in self._loaded:
                 try:
                     self._load(self._by_number[number])
-                except RequestError as error:
+                except (RequestError, WorkerCallError) as error:
                     failed |= {name: str(error) for name, lora in self._requests.items() if lora.lora_int_id == number}
         return failed
 

@@ -62,7 +62,7 @@ class VllmEngine(VllmUtilities):
         """
         self._watch = WorkerWatch()
         try:
-            with LoadProgress(progress, self._watch.add) as loading:
+            with LoadProgress(progress, self._watch) as loading:
                 arguments = dict(self._arguments)
                 if arguments.get("model") == "default":
                     arguments["model"] = str(default_model(loading.stage))

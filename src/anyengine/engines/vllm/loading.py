@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
 from anyengine.engine.core import ProgressReporter
 from anyengine.engines.vllm.spawning import spawned_workers
+from anyengine.engines.vllm.workers import WorkerWatch
 
 _INTERVAL = 1.0
 """Seconds between two signs of life."""
@@ -29,11 +27,11 @@ class LoadProgress:
 
     A thread repeats it, because vLLM holds up the thread that loads; the two never report at once.
 
-    :param on_worker: called with each worker process that the executor starts, as ``spawned_workers`` calls it
+    :param watch: what watches the worker processes that the executor starts
     """
 
-    def __init__(self, progress: ProgressReporter, on_worker: Callable[[BaseProcess, Connection], None]) -> None:
-        self.on_worker = on_worker
+    def __init__(self, progress: ProgressReporter, watch: WorkerWatch) -> None:
+        self.watch: WorkerWatch = watch
         self._progress = progress
         self._stage: str | None = None
         self._lock = threading.Lock()
@@ -79,7 +77,7 @@ def with_stages(executor_class: Any, progress: LoadProgress) -> Any:
 
         def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
             progress.stage(stage)
-            with spawned_workers(progress.on_worker):
+            with spawned_workers(progress.watch):
                 return method(self, *args, **kwargs)
 
         return tell

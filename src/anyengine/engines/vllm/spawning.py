@@ -6,34 +6,39 @@ somewhere.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from anyengine.engines.vllm.installed import find
+from anyengine.engines.vllm.workers import WorkerWatch
 
 _MODULE = "vllm.v1.executor.multiproc_executor"
 _MESSAGE_LIMIT = 4000
 
 
-@contextmanager
-def spawned_workers(on_worker: Callable[[BaseProcess, Connection], None]) -> Generator[None]:
-    """Have ``on_worker`` called with each worker process that vLLM starts in the block, before the next is started.
+@contextlib.contextmanager
+def spawned_workers(watch: WorkerWatch) -> Generator[None]:
+    """Have each worker process that vLLM starts in the block watched, before the next is started.
 
     With it comes the end of a pipe: a message is what the worker raised while it started, in UTF-8. The pipe ends when
     the worker is ready, or is no more.
+
+    If loading fails in this process, vLLM ends the workers before the error gets out. That they end is not the reason
+    then, and the watch is told before they do.
     """
     module = sys.modules.get(_MODULE)
     if module is None:  # the executor is another one
         yield
         return
     worker_proc: Any = module.WorkerProc
+    executor: Any = module.MultiprocExecutor
     make, main = worker_proc.make_worker_process, worker_proc.worker_main
+    end: Any = getattr(executor, "_ensure_worker_termination", None)  # private, and nothing is lost but a better error
 
     def make_and_tell(*args: Any, **kwargs: Any) -> Any:
         receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -47,14 +52,22 @@ def spawned_workers(on_worker: Callable[[BaseProcess, Connection], None]) -> Gen
                 raise
             finally:
                 worker_proc.worker_main = staticmethod(main)
-        on_worker(handle.proc, receiver)
+        watch.add(handle.proc, receiver)
         return handle
 
+    def tell_and_end(workers: Any) -> None:
+        watch.workers_end()
+        end(workers)
+
     worker_proc.make_worker_process = staticmethod(make_and_tell)
+    if end is not None:
+        executor._ensure_worker_termination = staticmethod(tell_and_end)
     try:
         yield
     finally:
         worker_proc.make_worker_process = staticmethod(make)
+        if end is not None:
+            executor._ensure_worker_termination = staticmethod(end)
 
 
 def run_worker(sender: Connection, **kwargs: Any) -> None:
@@ -66,9 +79,10 @@ def run_worker(sender: Connection, **kwargs: Any) -> None:
         with sender:
             try:
                 start(self, *args, **kwargs)
-            except Exception as error:
+            except BaseException as error:  # a SystemExit, too: its process may take long to end
                 message = f"{type(error).__name__}: {error}"
-                sender.send_bytes(message[:_MESSAGE_LIMIT].encode(errors="replace"))
+                with contextlib.suppress(OSError):  # nobody waits for it any more
+                    sender.send_bytes(message[:_MESSAGE_LIMIT].encode(errors="replace"))
                 raise
 
     worker_proc.__init__ = start_and_tell

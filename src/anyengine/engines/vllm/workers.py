@@ -12,6 +12,11 @@ from multiprocessing.process import BaseProcess
 
 _EXIT_CODE_LIMIT = 0.5
 
+_LAST_LOOK = 0.02
+"""Seconds for a death that vLLM has noticed by another pipe to be seen here; to end in good order takes longer."""
+
+_ADDED, _ENDING = b"a", b"e"
+
 
 class WorkerDiedError(RuntimeError):
     """A worker process of the engine has died, or raised before it was ready, and the engine ends with it."""
@@ -34,7 +39,7 @@ class WorkerWatch:
         self._workers: list[BaseProcess] = []
         self._starting: dict[Connection, BaseProcess] = {}
         self._thread: threading.Thread | None = None
-        # Readable: there is a failure. And: there is another worker, or the watch is to end.
+        # Readable: there is a failure. And: there is another worker, or vLLM is to end them, or the watch is to end.
         self.fd: int
         self.fd, self._failure_end = os.pipe()
         self._change, self._change_end = os.pipe()
@@ -51,7 +56,7 @@ class WorkerWatch:
             self._thread = threading.Thread(target=self._watch, name="anyengine-workers", daemon=True)
             self._thread.start()
         else:
-            os.write(self._change_end, b"x")
+            os.write(self._change_end, _ADDED)
 
     def fail(self, failure: str) -> None:
         """Take note of a failure, the first of which counts. Any thread may call this."""
@@ -73,7 +78,21 @@ class WorkerWatch:
 
     def death(self, limit: float) -> str | None:
         """The failure of a worker process, if one has been noted, or is within ``limit`` seconds."""
-        return self.failure if self._workers and self._failed.wait(limit) else None
+        if self._thread is None:
+            return None
+        self._failed.wait(limit if self._thread.is_alive() else 0.0)
+        return self.failure
+
+    def workers_end(self) -> None:
+        """Look for deaths a last time: whatever ends from now on is ended by vLLM, for a reason of its own.
+
+        Any thread may call this.
+        """
+        with self._lock:
+            if self._thread is None or self._closing:
+                return
+            os.write(self._change_end, _ENDING)
+        self._thread.join()
 
     def kill_workers(self) -> None:
         """End all of them."""
@@ -87,7 +106,7 @@ class WorkerWatch:
             if self._closing:
                 return
             self._closing = True
-        os.close(self._change_end)
+            os.close(self._change_end)
         if self._thread is not None:
             self._thread.join()
         for starting in self._starting:
@@ -96,10 +115,13 @@ class WorkerWatch:
             os.close(fd)
 
     def _watch(self) -> None:
+        deadline: float | None = None
         while True:
             starting, workers = list(self._starting), list(self._workers)
-            ready = wait([*starting, *(worker.sentinel for worker in workers), self._change])
-            if self._change in ready and not os.read(self._change, 1):
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait([*starting, *(worker.sentinel for worker in workers), self._change], timeout)
+            change = os.read(self._change, 1) if self._change in ready else None
+            if change == b"" or not ready:
                 return
             # What a worker has raised is said before it ends for it, and is the better reason.
             for pipe in starting:
@@ -110,6 +132,8 @@ class WorkerWatch:
                     self.fail(f"{_name(worker)} {_ending(worker)}")
                     self.kill_workers()
                     return
+            if change == _ENDING:
+                deadline = time.monotonic() + _LAST_LOOK
 
     def _take_reason(self, pipe: Connection) -> None:
         worker = self._starting.pop(pipe)
