@@ -97,7 +97,7 @@ def tensors(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
     shared = rates(ours, "prompt_embeds_in_shared_storage")
     pauses = take_turns(ours, scale.rounds, "longest_pause", mebibytes=64, samples=2)
     return [
-        lane.against_baseline(3.0).trio_close(),
+        lane.against_rival(3.0).trio_close(),
         frames.trio_close(),
         Figure("the same in torch's shared memory", "GB/s", shared, True, 1),
         Figure("64 MiB in a utility call: longest pause of the loop", "ms", pauses).at_most(10.0),
