@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 from PIL import Image
+from tests.vllm.small_model import save_random
 from transformers import AutoTokenizer, Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -56,12 +56,7 @@ def make_model(directory: Path, text_model: Path) -> None:
             **ends,
         },
     )
-    torch.manual_seed(0)
-    model = Idefics3ForConditionalGeneration(config)
-    for weights in model.parameters():
-        if weights.dim() > 1:
-            torch.nn.init.normal_(weights, std=0.15)
-    model.save_pretrained(directory)
+    save_random(Idefics3ForConditionalGeneration, config, directory)
     # An image becomes four tiles and itself, each of 4 x 4 patches, which the model joins to 2 x 2 tokens.
     images = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
     processor = Idefics3Processor(

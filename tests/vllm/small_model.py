@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -24,11 +25,16 @@ def make_small_model(directory: Path, text_model: Path) -> Path:
         max_position_embeddings=1024,
         **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
+    save_random(LlamaForCausalLM, config, directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def save_random(model_class: Any, config: Any, directory: Path) -> None:
+    """Write a model with weights that are random, always the same, and large enough for tokens to differ."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = model_class(config)
     for weights in model.parameters():
         if weights.dim() > 1:
             torch.nn.init.normal_(weights, std=0.15)
     model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory

@@ -24,8 +24,7 @@ from anyengine.process.lane import Lane
 from anyengine.process.shared_storage import open_shared_storage
 from anyengine.protocol import arrays
 from anyengine.protocol.arrays import WireArray
-from anyengine.protocol.cbor import MAX_DEPTH
-from anyengine.protocol.packing import MAX_CONTAINERS
+from anyengine.protocol.packing import DEEPEST, MAX_CONTAINERS
 
 LANE_LIMIT = 2**20
 """Bytes from which on an array goes by the lane. Below, a frame is as fast, and takes no descriptor."""
@@ -36,9 +35,6 @@ AT_ONCE = 2 * 2**20
 ARRAYS_AT_ONCE = 256
 """Arrays of one value that are staged. Each takes a descriptor until it is handed over, of which a process has some
 thousand; the rest are frames."""
-
-_DEEPEST = MAX_DEPTH - 8
-"""Nesting that encoding allows."""
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 
@@ -68,7 +64,7 @@ _Seen = dict[int, tuple[Any, _Work]]
 def size_to_stage(value: Any) -> int:
     """Bytes of ``value`` that belong into shared memory.
 
-    None for a value that cannot be looked into (too deep, a cycle, its own code raised), or that is the same few
+    They are 0 for a value that cannot be looked into (too deep, a cycle, its own code raised), or that is the same few
     containers over and over: it is left as it is, for the call that encodes it to refuse.
     """
     try:
@@ -193,8 +189,8 @@ def _work(value: Any, depth: int, seen: _Seen) -> _Work:
     """
     if type(value) in _ATOMS:
         return _NONE
-    if depth > _DEEPEST:
-        raise ValueError(f"nested deeper than {_DEEPEST} levels, or a cycle")
+    if depth > DEEPEST:
+        raise ValueError(f"nested deeper than {DEEPEST} levels, or a cycle")
     if arrays.is_array(value):
         return _Work(_size_of_array(value), 1)
     key = id(value)

@@ -15,6 +15,10 @@ from anyengine.errors import UnencodableError
 from anyengine.protocol import arrays
 from anyengine.protocol.cbor import ARRAY_TAG, MAX_DEPTH, Buffer, encode_plain
 
+DEEPEST = MAX_DEPTH - 8
+"""Nesting that one value may have; the rest is for the message around it and the array tags within. A cycle ends here
+as well."""
+
 MAX_CONTAINERS = 2**18
 """Lists and maps that one value may hold. Encoding writes one that is there on several paths once for each, so some
 fifty lists that hold each other twice would never end."""
@@ -74,9 +78,8 @@ def _pack(value: object, packing: _Packing, path: str, depth: int) -> Any:
             except UnicodeEncodeError as error:
                 raise UnencodableError(path, f"the string holds a lone surrogate: {error.reason}") from None
         return value
-    # Two levels of reserve for the message around it and the array tag within; a cycle ends here as well.
-    if depth > MAX_DEPTH - 8:
-        raise UnencodableError(path, f"nested deeper than {MAX_DEPTH - 8} levels, or a cycle")
+    if depth > DEEPEST:
+        raise UnencodableError(path, f"nested deeper than {DEEPEST} levels, or a cycle")
     try:
         return _pack_object(value, packing, path, depth)
     except UnencodableError:
