@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 from tests.helpers import until
 
 from anyengine import EngineClient, SamplingParams, open_engine_client
+from anyengine.client.delivery import WAKE_AT_ONCE
 from anyengine.testing import scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -99,10 +100,15 @@ async def test_random_cancellation_everywhere() -> None:
 async def test_a_request_cancelled_while_it_waits_is_never_run() -> None:
     async with open_engine_client(scripted_spec(step_delay=0.005, max_num_seqs=1)) as client:
         async with client.open_request([0], SamplingParams(max_tokens=10**6)) as running:
-            await anext(running)
-            with anyio.move_on_after(0.05):
-                await client.generate([5])
+            async with anyio.create_task_group() as group:
+                group.start_soon(client.generate, [5])
+                await until(lambda: client.statistics().engine == {"running": 1, "waiting": 1})
+                group.cancel_scope.cancel()
             await until(lambda: client.statistics().engine == {"running": 1, "waiting": 0})
+            # The one place is still taken, so the other has left the queue without ever having had it.
+            tokens = (await anext(running)).token_ids
+            assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
+            assert (await anext(running)).token_ids[0] == tokens[-1] + 1
 
 
 async def test_five_thousand_live_requests_take_no_descriptors_or_threads() -> None:
@@ -117,27 +123,31 @@ async def test_five_thousand_live_requests_take_no_descriptors_or_threads() -> N
 
 
 async def test_one_long_step_does_not_hold_the_loop() -> None:
-    """A thousand streams with a token each, and steps faster than they can be read: other tasks run in between."""
-    longest = 0.0
+    """A thousand streams with a token each, and steps faster than they can be read: other tasks run in between.
+
+    The promise is 10 ms, which the benchmark measures. What keeps it is that few readers have their turn at a time.
+    """
+    reads = 0
+    in_a_turn: list[int] = []
     async with open_engine_client(scripted_spec(step_delay=0.001)) as client:
 
         async def run(start: int) -> None:
+            nonlocal reads
             async with client.open_request([start], SamplingParams(max_tokens=10**6)) as request:
                 async for _ in request:
-                    pass
+                    reads += 1
 
         async with anyio.create_task_group() as group:
             for start in range(1000):
                 group.start_soon(run, start)
             await until(lambda: client.statistics().live_requests == 1000)
-            for _ in range(50):
-                started = time.thread_time()
+            while reads < 5000:
+                before = reads
                 await anyio.sleep(0)
-                longest = max(longest, time.thread_time() - started)
+                in_a_turn.append(reads - before)
             group.cancel_scope.cancel()
-    # The promise is 10 ms, which the benchmark measures. Here it is the loop's own work that counts, not what else the
-    # machine does meanwhile, and with a wide margin.
-    assert longest < 0.2
+    # Of two slices that meet in one turn, and on trio in any order.
+    assert 0 < max(in_a_turn) <= 4 * WAKE_AT_ONCE
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -11,7 +11,17 @@ import anyio
 import pytest
 from tests.helpers import until
 
-from anyengine import EngineClient, EngineSpec, SamplingParams, ShutdownPolicy, UtilityTimeoutError, open_engine_client
+from anyengine import (
+    EngineClient,
+    EngineSpec,
+    Health,
+    SamplingParams,
+    ShutdownPolicy,
+    UtilityTimeoutError,
+    open_engine_client,
+)
+from anyengine.client import services
+from anyengine.client.link import EngineLink
 from anyengine.testing import scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -65,20 +75,43 @@ async def test_a_busy_engine_is_never_called_unresponsive() -> None:
                 await anyio.sleep(0.01)
 
 
-async def test_an_idle_engine_is_alive() -> None:
+async def test_an_idle_engine_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is asked: nothing to do is no standstill."""
+    asked = 0
+    pinged = EngineLink.pinged
+
+    def count(link: EngineLink) -> None:
+        nonlocal asked
+        asked += 1
+        pinged(link)
+
+    monkeypatch.setattr(services, "PULSE", 0.05)
+    monkeypatch.setattr(EngineLink, "pinged", count)
     async with open_engine_client(scripted_spec()) as client:
-        deadline = anyio.current_time() + 1.7  # three pulses, several times the timeout
-        while anyio.current_time() < deadline:
+        started = time.monotonic()
+        while asked < 20 or time.monotonic() - started < 0.8:
             assert client.health(timeout=0.6)
-            await anyio.sleep(0.02)
+            await anyio.sleep(0.01)
         assert client.health().last_step_age is None
 
 
-async def test_a_blocked_loop_of_ours_is_not_the_engines_silence() -> None:
+async def test_a_blocked_loop_of_ours_is_not_the_engines_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = anyio.Event()
+    pinged = EngineLink.pinged
+
+    def block(link: EngineLink) -> None:
+        pinged(link)  # the PING is on its way, and nobody here can read the answer
+        if not blocked.is_set():
+            time.sleep(1.2)
+            healths.append(client.health(timeout=1))
+            blocked.set()
+
+    healths: list[Health] = []
     async with open_engine_client(scripted_spec()) as client:
-        await anyio.sleep(0.6)  # a PING is on its way
-        time.sleep(1.2)
-        assert client.health(timeout=1)
+        monkeypatch.setattr(EngineLink, "pinged", block)
+        await blocked.wait()
+        healths.append(client.health(timeout=1))
+    assert [health.state for health in healths] == ["alive", "alive"]
 
 
 async def test_an_engine_that_answers_but_makes_no_step_is_unresponsive(
@@ -142,7 +175,7 @@ async def test_health_during_the_close_says_closing() -> None:
                     await anyio.sleep(0.005)
 
             group.start_soon(look)
-            await anyio.sleep(0.02)
+            await until(lambda: seen == ["alive"])
     assert seen == ["alive", "closing", "closed"]
 
 

@@ -69,7 +69,8 @@ class VllmCore:
                 executor_fail_callback=on_failure,
             )
         self.adapters: Adapters = Adapters(self._call_workers, places, capacity)
-        self._tasks: Sequence[str] = tuple(self.core.get_supported_tasks())
+        # vLLM makes them from a set, whose order changes from process to process.
+        self._tasks: Sequence[str] = tuple(sorted(self.core.get_supported_tasks()))
         self._prefix_queries: int = 0
         self._prefix_hits: int = 0
 
