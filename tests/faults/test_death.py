@@ -357,7 +357,8 @@ from anyengine.testing import scripted_spec
 async def main():
     async with open_engine_client(scripted_spec()) as client:
         os.kill(client.health().pid, signal.SIGKILL)
-        await anyio.sleep(0.5)
+        while client.health().state != "dead":
+            await anyio.sleep(0.01)
 anyio.run(main, backend={anyio_backend[0]!r})
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)

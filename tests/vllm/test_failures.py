@@ -61,7 +61,7 @@ async def expect_deaths(client: EngineClient, kill: Callable[[], None], expected
             await until(lambda: started >= 8, limit=50)
             # Pending while the engine steps: a call is answered between two steps, and this one takes longer than that.
             group.start_soon(catch, lambda: client.collective_rpc("tests.vllm.in_workers:sleep_for", args=[30]))
-            await anyio.sleep(0.3)
+            await until(lambda: client.statistics().pending_calls == 1)
             kill()
     assert len(errors) == 6
     assert len({id(error) for error in errors}) == 6
