@@ -11,6 +11,7 @@ import anyio
 import numpy
 import pytest
 from anyio import from_thread
+from anyio.lowlevel import current_token
 from tests.client.lane_engine import digest, figures, first_token, lane_spec
 from tests.helpers import until
 from tests.lane import ONE_TOKEN, SIZE, lane_of, large, passed
@@ -72,6 +73,7 @@ async def test_a_call_that_is_cancelled_while_its_arrays_are_copied(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Block.write
+    loop = current_token()
     written = 0
 
     def copy_one_and_wait(self: Block, data: memoryview, check: Callable[[], None]) -> None:
@@ -79,7 +81,7 @@ async def test_a_call_that_is_cancelled_while_its_arrays_are_copied(
         written += 1
         if written % 2:
             return write(self, data, check)
-        from_thread.run_sync(scope.cancel)
+        from_thread.run_sync(scope.cancel, token=loop)
         while True:
             check()
             time.sleep(0.001)

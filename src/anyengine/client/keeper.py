@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import anyio
-from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from anyengine.brief import brief
@@ -21,6 +20,7 @@ from anyengine.client.supervisor import ShutdownPolicy, StartLimits, Supervisor
 from anyengine.client.utility_calls import call_now
 from anyengine.errors import EngineDeadError, EngineStartError, UtilityError
 from anyengine.process.host import Launcher
+from anyengine.process.threads import run_in_thread
 
 logger: logging.Logger = logging.getLogger("anyengine")
 
@@ -181,7 +181,7 @@ class EngineKeeper:
             return False
         await show_new_output(self._session)
         if host.lane is not None:
-            await to_thread.run_sync(host.lane.free, limiter=self._session.limiter)
+            await run_in_thread(host.lane.free, name="free")
         host.close()
         self._session.link.host = None
         return True

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Literal, cast
 
 import anyio
-from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from anyengine.client.admission import WhenFull
@@ -29,6 +28,7 @@ from anyengine.client.supervisor import ShutdownPolicy, StartLimits
 from anyengine.errors import EngineClosedError, EngineDeadError
 from anyengine.keys import ConnectionKeys
 from anyengine.process.launcher import ProcessLauncher
+from anyengine.process.threads import run_in_thread
 from anyengine.transport.directories import sweep_directories
 from anyengine.transport.endpoints import Endpoints
 from anyengine.types import EngineSpec, ProgressCallback
@@ -126,7 +126,7 @@ class EngineClientBlock:
         if self._entered:
             raise EngineClosedError("this block was entered before; call open_engine_client again")
         self._entered = True
-        await to_thread.run_sync(sweep_directories, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        await run_in_thread(sweep_directories, name="sweep", abandon_on_cancel=True)
         # Without a thread, though it takes a millisecond: a native cancellation could separate us from the result.
         options = self._options
         endpoints = Endpoints(options.sockets, address=options.address, keys=options.keys)

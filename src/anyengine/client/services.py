@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import anyio
 import zmq
-from anyio import to_thread
 from anyio.lowlevel import checkpoint
 
 from anyengine.client.session import EngineSession
@@ -20,6 +19,7 @@ from anyengine.client.waiters import PendingCall
 from anyengine.errors import ProtocolError
 from anyengine.frames import connection_event
 from anyengine.process.remote_engine import RemoteEngine
+from anyengine.process.threads import run_in_thread
 from anyengine.protocol.client_events import (
     CallAnswered,
     ClientState,
@@ -237,7 +237,7 @@ async def keep_pulse(session: EngineSession) -> None:
         session.send(link.machine.ping())
         link.pinged()
         if link.lane is not None and link.lane.pool.needs_trim:
-            await to_thread.run_sync(link.lane.pool.trim, limiter=session.limiter)
+            await run_in_thread(link.lane.pool.trim, name="trim")
         if link.unreachable_since is not None and time.monotonic() - link.unreachable_since > UNREACHABLE_LIMIT:
             link.fail(f"its socket has been gone for {UNREACHABLE_LIMIT} s, though its process lives")
 
@@ -255,7 +255,7 @@ async def show_new_output(session: EngineSession) -> None:
     async with session.showing:
         host = session.link.host
         while host is not None and host.output is not None and (text := host.output.read_new()):
-            await to_thread.run_sync(_write, text, abandon_on_cancel=True, limiter=session.limiter)
+            await run_in_thread(_write, text, name="output", abandon_on_cancel=True)
 
 
 def _write(text: str) -> None:

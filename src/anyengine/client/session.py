@@ -60,8 +60,6 @@ class EngineSession:
         self.wakeup_type: type[Wakeup] = wakeup_type()
         self.queue: OutputQueue = OutputQueue(self.wakeup_type)
         self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
-        # Not the loop's own limiter: what the application does in threads must not keep an engine from being ended.
-        self.limiter: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
         self.staging: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
         self.showing: anyio.Lock = anyio.Lock()
         self.ending: bool = False  # the engine has ended; its last outputs are being read

@@ -10,18 +10,18 @@ staged is still in frames then, and an exception keeps those for as long as its 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import anyio
-from anyio import from_thread, to_thread
-from anyio.lowlevel import checkpoint_if_cancelled
 
 from anyengine.memory import owner_of
 from anyengine.multimodal import MultiModalFeature
 from anyengine.process.blocks import Lease, SharedFile
 from anyengine.process.lane import Lane
 from anyengine.process.shared_storage import open_shared_storage
+from anyengine.process.threads import ThreadCall
 from anyengine.protocol import arrays
 from anyengine.protocol.arrays import WireArray
 from anyengine.protocol.packing import DEEPEST, MAX_CONTAINERS
@@ -84,10 +84,8 @@ async def stage(value: Any, size: int, lane: Lane, limiter: anyio.CapacityLimite
     if size <= AT_ONCE:
         staged = _stage_now(value, lane, _do_nothing)
     else:
-        staged = await to_thread.run_sync(_stage_in_thread, value, lane, limiter=limiter)
-        if staged is None:
-            await checkpoint_if_cancelled()
-            return value  # unless it was shielded meanwhile
+        async with limiter:
+            staged = await _stage_in_thread(value, lane)
     leases += staged.leases
     return staged.value
 
@@ -119,14 +117,44 @@ def _do_nothing() -> None:
     pass
 
 
-def _stage_in_thread(value: Any, lane: Lane) -> _Staged | None:
-    """What :func:`_stage_now` makes, or None if it was cancelled."""
+async def _stage_in_thread(value: Any, lane: Lane) -> _Staged:
+    """What :func:`_stage_now` makes, in a thread, which a cancellation ends soon and waits for."""
+    abandoned = threading.Event()
+    try:
+        call = ThreadCall(_stage_unless, abandoned, value, lane, name="stage")
+    except OSError:  # no thread to be had: they are frames
+        return _Staged(value, [])
+    try:
+        await call.wait()
+    except BaseException:
+        abandoned.set()
+        with anyio.CancelScope(shield=True):
+            await call.wait()
+        if (staged := call.result()) is not None:
+            release(staged.leases)
+        raise
+    staged = call.result()
+    assert staged is not None
+    return staged
+
+
+def _stage_unless(abandoned: threading.Event, value: Any, lane: Lane) -> _Staged | None:
+    """What :func:`_stage_now` makes, or None if it was abandoned meanwhile."""
+
+    def check() -> None:
+        if abandoned.is_set():
+            raise _Abandoned
+
     lane.pool.trim()
     try:
-        return _stage_now(value, lane, from_thread.check_cancelled)
-    except BaseException:
-        # The loop raises its own. This one would take the frames that have the block to it, where they would stay.
+        return _stage_now(value, lane, check)
+    except _Abandoned:
+        # The caller raises its own. This one would take the frames that have the block to it, where they would stay.
         return None
+
+
+class _Abandoned(BaseException):
+    """Nobody wants the value any more; no Exception, which would say that it cannot be staged."""
 
 
 def _stage_now(value: Any, lane: Lane, check: Callable[[], None]) -> _Staged:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import anyio
-from anyio import to_thread
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
@@ -21,6 +20,7 @@ from anyengine.client.staging import release
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
 from anyengine.process.blocks import Lease
 from anyengine.process.host import EngineHost, Launcher
+from anyengine.process.threads import run_in_thread
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_events import ClientState
 
@@ -135,7 +135,7 @@ class Supervisor:
         bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys, [])
         try:
             with anyio.CancelScope(shield=True):
-                host = await to_thread.run_sync(self._launch_in_thread, bootstrap, limiter=self._session.limiter)
+                host = await run_in_thread(self._launch_in_thread, bootstrap, name="launch")
         except OSError as error:
             report = CrashReport(
                 rank=self._link.rank,
@@ -300,8 +300,8 @@ class Supervisor:
         host.kill()
         await self._ends_within(host, GONE_LIMIT)
         host.reap()
-        gone = await to_thread.run_sync(host.is_gone, GONE_LIMIT, limiter=self._session.limiter)
+        gone = await run_in_thread(host.is_gone, GONE_LIMIT, name="gone")
         if host.lane is not None:
-            await to_thread.run_sync(host.lane.free, limiter=self._session.limiter)
+            await run_in_thread(host.lane.free, name="free")
         if not gone:
             logger.warning("processes of engine %d's group outlive SIGKILL", self._link.rank)

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import anyio
-from anyio import to_thread
 
 from anyengine.errors import CrashReport, Phase, ProtocolError
 from anyengine.process.lane import Lane
 from anyengine.process.lifelines import close_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
+from anyengine.process.threads import run_in_thread
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type
 
@@ -60,7 +60,7 @@ class EngineProcess:
     async def wait(self) -> None:
         """Return when the process has ended. On Linux it is not reaped then, so its group can still be named."""
         if self._pidfd is None:
-            await to_thread.run_sync(self._wait_in_thread, abandon_on_cancel=True)
+            await run_in_thread(self._wait_in_thread, name="wait", abandon_on_cancel=True)
             return
         self._watched = True
         try:

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from anyio import to_thread
 from tokenizers import Tokenizer
 
 from anyengine.brief import brief
 from anyengine.client.engine_client import EngineClient
 from anyengine.errors import ModelError, RequestError
 from anyengine.params import SamplingParams
+from anyengine.process.threads import run_in_thread
 from anyengine.sync_client.sync_engine_client import SyncEngineClient
 from anyengine.text import model_files
 from anyengine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -62,7 +62,7 @@ class ModelText:
             an engine has loaded it
         :raises ModelError: if it is not a model's directory, or a file is missing or cannot be read
         """
-        return await to_thread.run_sync(cls.load_sync, model)
+        return await run_in_thread(cls.load_sync, model, name="load-text")
 
     @classmethod
     def load_sync(cls, model: str | os.PathLike[str]) -> Self:

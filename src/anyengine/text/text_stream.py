@@ -11,6 +11,7 @@ from anyio.lowlevel import checkpoint
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.request_stream import RequestStream
 from anyengine.errors import EngineClosedError, EngineDeadError, EngineError
+from anyengine.process.threads import run_in_thread
 from anyengine.text.assembler import TextAssembler
 from anyengine.text.outputs import TextCompletion, TextOutput, joined
 from anyengine.text.text_request import ENCODED_IN_PLACE, TextRequest
@@ -54,7 +55,8 @@ class TextStream:
             token_ids = self._request.encode()
         else:
             # Who is cancelled does not wait for the thread: nobody needs its result then.
-            token_ids = await to_thread.run_sync(self._request.encode, abandon_on_cancel=True)
+            async with to_thread.current_default_thread_limiter():
+                token_ids = await run_in_thread(self._request.encode, name="encode", abandon_on_cancel=True)
         stream = self._client.open_request(token_ids, self._request.sampling, **self._request.client_options)
         self.prompt_token_ids = token_ids
         assembler = self._request.assembler(token_ids)
