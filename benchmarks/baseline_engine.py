@@ -23,6 +23,7 @@ from benchmarks.baseline_wire import (
     UtilityOutput,
     array_from,
 )
+from benchmarks.stamps import wait_until
 
 
 class BaselineEngine:
@@ -46,6 +47,8 @@ class BaselineEngine:
         self._left: dict[str, int] = {}
         self._plain_steps = 0
         self._held = False
+        self._interval = 0.0
+        self._due = 0.0
         self._decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
         self._decode_call = msgspec.msgpack.Decoder(tuple[int, str, list[Any]]).decode
         self._decode_ids = msgspec.msgpack.Decoder(list[str]).decode
@@ -90,6 +93,9 @@ class BaselineEngine:
             self._send(EngineCoreOutputs(utility_output=UtilityOutput(call_id, None, result)))
 
     def _step(self) -> None:
+        if self._interval:
+            wait_until(self._due)
+            self._due += self._interval
         outputs = list(self._running.values())
         for output in outputs:
             output.new_token_ids[0] += 1
@@ -124,9 +130,11 @@ class BaselineEngine:
         """Make no steps for now."""
         self._held = True
 
-    def utility_release(self) -> None:
-        """Make steps again."""
+    def utility_release(self, interval: float = 0.0, stamped: bool = False) -> None:
+        """Make steps again, one every ``interval`` seconds, or as fast as they come; never stamped."""
         self._held = False
+        self._interval = interval
+        self._due = time.monotonic() + interval
 
     def utility_exit(self) -> None:
         """End the process."""

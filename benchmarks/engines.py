@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from array import array
 from typing import Any
 
-from anyengine.engine import Deferred, EngineRequest, ProgressReporter, utility
+from anyengine.engine import Deferred, EngineRequest, ProgressReporter, StepOutputs, utility
 from anyengine.engines.scripted import ScriptedEngine
 from anyengine.protocol.arrays import WireArray
 from anyengine.types import EngineInfo
+from benchmarks.stamps import stamp, wait_until
 
 
 class HeldEngine(ScriptedEngine):
@@ -37,7 +39,36 @@ class HeldEngine(ScriptedEngine):
         return Deferred()
 
 
-class EmbedsEngine(HeldEngine):
+class PacedEngine(HeldEngine):
+    """One that can make a step every so many seconds, with a stamp as the first token of each."""
+
+    _interval = 0.0
+    _stamped = False
+    _due = 0.0
+
+    def step(self) -> StepOutputs | None:
+        """One token for every request."""
+        if not self._interval:
+            return super().step()
+        wait_until(self._due)
+        self._due += self._interval
+        outputs = super().step()
+        assert outputs is not None
+        if self._stamped:
+            outputs.token_ids[0] = stamp()  # type: ignore[index] - a column of the scripted engine is an array
+        if not self.has_work():
+            self._interval = 0.0
+        return outputs
+
+    @utility
+    def release(self, interval: float = 0.0, stamped: bool = True) -> None:
+        """Make steps again, one every ``interval`` seconds, or as fast as they come."""
+        super().release()
+        self._interval, self._stamped = interval, stamped
+        self._due = time.monotonic() + interval
+
+
+class EmbedsEngine(PacedEngine):
     """Takes prompts as embeddings and counts up from the last element, read as a number."""
 
     def load(self, progress: ProgressReporter) -> None:

@@ -13,6 +13,7 @@ import anyio
 
 from anyengine import EngineClient, EngineDeadError, EngineSpec, SamplingParams, open_engine_client
 from benchmarks.throughput import Countdown
+from benchmarks.watch import Watch
 
 HELD = EngineSpec("benchmarks.engines:HeldEngine", {"vocab_size": 2**31})
 SCRIPTED = EngineSpec("anyengine.engines.scripted:ScriptedEngine")
@@ -29,15 +30,16 @@ async def open_and_close() -> dict[str, float]:
     return {"open_ms": (opened - started) * 1e3, "close_ms": (closed - leaving) * 1e3}
 
 
-async def death(waiters: int) -> float:
+async def death(waiters: int, watched: bool = False) -> dict[str, float]:
     """Milliseconds from SIGKILL to the moment at which the last of ``waiters`` tasks has its error.
 
-    Half of them iterate over streams, half wait for utility calls; the error has left the request's block.
+    Half of them iterate over streams, half wait for utility calls; the error has left the request's block. If it is
+    ``watched``, the loop's pauses meanwhile, too.
     """
     told: list[float] = []
     async with open_engine_client(HELD) as client:
         await client.call_utility("hold")
-        ready = Countdown(waiters)
+        ready, done = Countdown(waiters), Countdown(waiters)
 
         async def stream(row: int) -> None:
             try:
@@ -46,6 +48,7 @@ async def death(waiters: int) -> float:
                     await anext(request)
             except EngineDeadError:
                 told.append(time.perf_counter())
+                done.one()
 
         async def call() -> None:
             try:
@@ -53,6 +56,7 @@ async def death(waiters: int) -> float:
                 await client.call_utility("never")
             except EngineDeadError:
                 told.append(time.perf_counter())
+                done.one()
 
         async with anyio.create_task_group() as group:
             for row in range(waiters // 2):
@@ -60,11 +64,12 @@ async def death(waiters: int) -> float:
                 group.start_soon(call)
             await ready.done.wait()
             await client.call_utility("echo", 0)
-            gc.collect()
-            killed = time.perf_counter()
-            os.kill(client.health().pid, signal.SIGKILL)
-    assert len(told) == waiters
-    return (max(told) - killed) * 1e3
+            watch = Watch(client.health().pid, looks=watched)
+            async with watch:
+                killed = time.perf_counter()
+                os.kill(client.health().pid, signal.SIGKILL)
+                await done.done.wait()
+    return {"told_ms": (max(told) - killed) * 1e3, **watch.pauses()}
 
 
 async def memory(client: EngineClient, requests: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks import inproc, sync
 from benchmarks.contest import Contestant, column, take_turns
-from benchmarks.report import Figure
+from benchmarks.report import RIVAL, Figure
 from benchmarks.watch import cpu_seconds
 
 BARE = "pass"
@@ -65,6 +65,66 @@ def throughput(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
         pause = Figure(f"{label}: longest pause of the loop", "ms", column(results, "pause_ms"), digits=1)
         figures.append(pause.at_most(10.0))
     return figures
+
+
+CHURN_PACES = {256: 100.0, 64: 200.0}
+"""Rows of a step, and steps per second."""
+
+_CHURN_SECONDS = 0.8
+
+
+def churn_figures(
+    label: str, results: dict[str, list[dict[str, float]]], rival: str = RIVAL
+) -> tuple[Figure, Figure, Figure]:
+    """Client CPU per output and the loop's longest pauses, of requests that come and go."""
+    return (
+        Figure(f"{label}: client CPU per output", "us", column(results, "cpu_us_per_output"), digits=2, rival=rival),
+        Figure(f"{label}: longest pause of the loop", "ms", column(results, "pause_ms"), rival=rival).at_most(10.0),
+        Figure(f"{label}: a timer late by", "ms", column(results, "late_ms"), rival=rival),
+    )
+
+
+def churn_steps_at(rate: float, scale: Scale) -> int:
+    """For how many steps churn is measured."""
+    return max(int(rate * _CHURN_SECONDS * scale.work), 20)
+
+
+def churn(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """Requests that come and go at the pace of an engine."""
+    figures: list[Figure] = []
+    for command, what in (("churn_steps", "steps"), ("churn_streams", "streams")):
+        for rows, rate in CHURN_PACES.items():
+            steps = churn_steps_at(rate, scale)
+            results = take_turns(contestants, scale.rounds, command, rows=rows, rate=rate, steps=steps)
+            figures += churn_figures(f"churn, {rows} at {rate:g} Hz, {what}", results)
+    return figures
+
+
+def bursts(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """The loop's longest pause when many requests begin or end at one moment; of ours alone."""
+    ours = [contestant for contestant in contestants if contestant.name == "ours"]
+    results = take_turns(ours, scale.rounds, "bursts", rows=256)
+    labels = {
+        "open": "256 streams opened at once",
+        "end": "256 streams ended by one step",
+        "replace": "256 streams ended and replaced",
+        "abort": "256 streams aborted at once",
+    }
+    parts = {
+        label: {key: [slice_[name] for slice_ in slices] for key, slices in results.items()}
+        for name, label in labels.items()
+    }
+    parts["a death told to 1,000 waiters"] = take_turns(
+        ours, 3 if scale.few else scale.rounds, "death", waiters=1000, watched=True
+    )
+    return [
+        figure
+        for label, part in parts.items()
+        for figure in (
+            Figure(f"{label}: longest pause of the loop", "ms", column(part, "pause_ms")).at_most(10.0),
+            Figure(f"{label}: a timer late by", "ms", column(part, "late_ms")),
+        )
+    ]
 
 
 def latency(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
@@ -129,7 +189,7 @@ def lifecycle(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
     deaths = take_turns(ours, 3 if scale.few else scale.rounds, "death", waiters=1000)
     opening = take_turns(ours, scale.rounds, "open_and_close")
     return [
-        Figure("SIGKILL to the last of 1,000 waiters", "ms", deaths).at_most(50.0),
+        Figure("SIGKILL to the last of 1,000 waiters", "ms", column(deaths, "told_ms")).at_most(50.0),
         Figure("open a scripted engine", "ms", column(opening, "open_ms"), digits=0).at_most(500.0),
         Figure("close it", "ms", column(opening, "close_ms"), digits=0).at_most(200.0),
         *_idle(ours, scale.idle),
@@ -183,5 +243,7 @@ SUITES: dict[str, Callable[[Sequence[Contestant], Scale], list[Figure]]] = {
     "lifecycle": lifecycle,
     "latency": latency,
     "tensors": tensors,
+    "churn": churn,
+    "bursts": bursts,
     "throughput": throughput,
 }

@@ -16,7 +16,7 @@ import anyio
 from anyio import to_thread
 
 from anyengine import EngineSpec, open_engine_client
-from benchmarks import latency, lifecycle, sync, tensors, throughput
+from benchmarks import bursts, churn, latency, lifecycle, sync, tensors, throughput
 from benchmarks.baseline import BaselineClient
 
 EMBEDS = EngineSpec("benchmarks.engines:EmbedsEngine", {"vocab_size": 2**31})
@@ -31,6 +31,9 @@ _OURS: dict[str, Callable[..., Awaitable[Any]]] = {
     "prompt_embeds_in_shared_storage": tensors.prompt_embeds_in_shared_storage,
     "longest_pause": tensors.longest_pause,
     "memory": lifecycle.memory,
+    "churn_steps": churn.whole_steps,
+    "churn_streams": churn.streams,
+    "bursts": bursts.streams,
 }
 _OURS_ALONE: dict[str, Callable[..., Awaitable[Any]]] = {
     "open_and_close": lifecycle.open_and_close,
@@ -42,6 +45,8 @@ _BASELINE: dict[str, Callable[..., Awaitable[Any]]] = {
     "utility": latency.utility_of_baseline,
     "first_output": latency.first_output_of_baseline,
     "prompt_embeds": tensors.prompt_embeds_of_baseline,
+    "churn_steps": churn.whole_steps_of_baseline,
+    "churn_streams": churn.streams_of_baseline,
 }
 
 _answers = sys.stdout

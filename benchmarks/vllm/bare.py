@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from benchmarks.vllm.stamps import age, stamp, wait_until
+from benchmarks.stamps import age, stamp, wait_until
 from benchmarks.worker import answer, next_command
 
 _HEADER = 25

@@ -17,11 +17,12 @@ import anyio
 import torch
 
 from anyengine import EngineClient, EngineDeadError, EngineSpec, SamplingParams, open_engine_client
+from benchmarks.churn import Churn, check_last, streams_of
+from benchmarks.stamps import age
 from benchmarks.throughput import SPREAD
-from benchmarks.vllm.stamps import age
 
 if TYPE_CHECKING:  # the process in which anyengine is measured does not load vLLM
-    from benchmarks.vllm.rival import AsyncRival
+    from benchmarks.vllm.rival import AsyncRival, StreamingRival
 
 HELD = EngineSpec("benchmarks.engines:HeldEngine", {"vocab_size": 2**31})
 _ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -103,6 +104,26 @@ async def paced_of_rival(client: AsyncRival, rows: int, rate: float, steps: int)
     if sum(output.finish_reason is not None for output in outputs) != rows:
         raise AssertionError(f"not all of {rows} requests ended")
     return {"delays": delays, "cpu_us": cpu / steps * 1e6}
+
+
+# ---- requests that come and go ----
+
+
+async def churn_streams_of_rival(rival: StreamingRival, rows: int, rate: float, steps: int) -> dict[str, float]:
+    """As :func:`benchmarks.churn.streams`."""
+
+    async def read(churn: Churn) -> None:
+        while not churn.over:
+            token, (first, length) = -1, churn.next()
+            outputs = rival.stream(f"churn-{next(_names)}", [first], length)
+            churn.begun()
+            async for output in outputs:
+                tokens = output.outputs[0].token_ids
+                churn.seen += len(tokens)
+                token = tokens[-1]
+            check_last(token, first, length)
+
+    return await streams_of(rival.call_utility, rival.process.pid, read, rows, rate, steps)
 
 
 # ---- tensors ----

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import tempfile
 import time
+from collections.abc import AsyncGenerator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm.settings import SETTINGS
 
-__all__ = ["AsyncRival", "RivalDeadError", "SyncRival", "configuration"]
+__all__ = ["AsyncRival", "RivalDeadError", "StreamingRival", "SyncRival", "configuration"]
 
 os.environ.update(SETTINGS)
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient, SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError as RivalDeadError
 from vllm.v1.executor import Executor
@@ -44,10 +47,11 @@ _SMALL = {
 @cache
 def configuration() -> VllmConfig:
     """What a client is made with."""
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(_SMALL))
-        arguments = EngineArgs(model=directory, skip_tokenizer_init=True, distributed_executor_backend="uni")
-        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    directory = tempfile.TemporaryDirectory()
+    atexit.register(directory.cleanup)  # AsyncLLM reads it once more
+    Path(directory.name, "config.json").write_text(json.dumps(_SMALL))
+    arguments = EngineArgs(model=directory.name, skip_tokenizer_init=True, distributed_executor_backend="uni")
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     # vLLM's default, which it changes on CPUs alone: a child that is forked starts without importing vLLM again.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return config
@@ -94,6 +98,29 @@ class AsyncRival(AsyncMPClient):
     def process(self) -> Any:
         """The engine's process."""
         return self.resources.engine_manager.processes[0]
+
+
+class StreamingRival(AsyncLLM):
+    """``AsyncLLM``, which turns no tokens into text here."""
+
+    def __init__(self) -> None:
+        install()
+        config = configuration()
+        super().__init__(config, Executor.get_class(config), log_stats=False, log_requests=False)
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine."""
+        return await self.engine_core.call_utility_async(method, *args)
+
+    def stream(self, request_id: str, prompt_token_ids: list[int], max_tokens: int) -> AsyncGenerator[Any, None]:
+        """The outputs of one request, each with the tokens that are new."""
+        params = SamplingParams(max_tokens=max_tokens, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        return self.generate({"prompt_token_ids": prompt_token_ids}, params, request_id)
+
+    @property
+    def process(self) -> Any:
+        """The engine's process."""
+        return self.engine_core.resources.engine_manager.processes[0]
 
 
 class SyncRival(SyncMPClient):

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from benchmarks.vllm.stamps import stamp, wait_until
+from benchmarks.stamps import stamp, wait_until
 
 
 class CountingScheduler:
@@ -68,6 +68,7 @@ class CountingCore(EngineCore):
         self.aborts_queue: queue.Queue[list[str]] = queue.Queue()
         self._idle_state_callbacks: list[Any] = []
         self._interval = 0.0
+        self._stamped = False
         self._due = 0.0
         gc.collect()
         gc.freeze()
@@ -98,7 +99,8 @@ class CountingCore(EngineCore):
         outputs = [EngineCoreOutput(request_id, [token]) for request_id, token in tokens.items()]
         self._count_down(outputs)
         if self._interval:
-            outputs[0].new_token_ids[0] = stamp()
+            if self._stamped:
+                outputs[0].new_token_ids[0] = stamp()
             if not tokens:
                 self._interval = 0.0
         return {0: EngineCoreOutputs(outputs=outputs)}, True
@@ -122,6 +124,10 @@ class CountingCore(EngineCore):
 
     # ---- utilities ----
 
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What ``AsyncLLM`` asks before its first request."""
+        return ("generate",)
+
     def echo(self, value: Any) -> Any:
         """``value`` itself."""
         return value
@@ -130,10 +136,10 @@ class CountingCore(EngineCore):
         """Make no steps for now."""
         self.scheduler.held = True
 
-    def release(self, interval: float = 0.0) -> None:
-        """Make steps again, one every ``interval`` seconds, stamped, or as fast as they come."""
+    def release(self, interval: float = 0.0, stamped: bool = True) -> None:
+        """Make steps again, one every ``interval`` seconds, or as fast as they come."""
         self.scheduler.held = False
-        self._interval = interval
+        self._interval, self._stamped = interval, stamped
         self._due = time.monotonic() + interval
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from benchmarks import sync
 from benchmarks.contest import Contestant, column, medians, take_turns
 from benchmarks.report import Figure
-from benchmarks.suites import Scale
+from benchmarks.suites import CHURN_PACES, Scale, churn_figures, churn_steps_at
 
 RIVAL = "vllm/asyncio"
 WORKER = "benchmarks.vllm.worker"
@@ -63,6 +63,22 @@ def paced(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
             figures += _percentiles(f"{label}: delay", column(results, "delays"))
             cpu = Figure(f"{label}: client CPU per step", "us", column(results, "cpu_us"), digits=0, rival=RIVAL)
             figures += [cpu, _beyond(bare.key, cpu).against_rival(0.5)]
+    return figures
+
+
+def churn(contestants: Sequence[Contestant], scale: Scale) -> list[Figure]:
+    """Requests that come and go: whole steps beside ``AsyncMPClient``, streams beside ``AsyncLLM.generate``."""
+    figures: list[Figure] = []
+    ours = [contestant for contestant in contestants if contestant.name == "ours"]
+    with Contestant("async_llm", "asyncio", WORKER) as streaming:
+        for command, what, who, rival in (
+            ("churn_steps", "steps", contestants, RIVAL),
+            ("churn_streams", "streams", [*ours, streaming], streaming.key),
+        ):
+            for rows, rate in CHURN_PACES.items():
+                steps = churn_steps_at(rate, scale)
+                results = take_turns(who, scale.rounds, command, rows=rows, rate=rate, steps=steps)
+                figures += churn_figures(f"churn, {rows} at {rate:g} Hz, {what}", results, rival)
     return figures
 
 
@@ -122,6 +138,7 @@ CLIENT_LAYER: dict[str, Callable[[Sequence[Contestant], Scale], list[Figure]]] =
     "whole_steps": whole_steps,
     "latency": latency,
     "paced": paced,
+    "churn": churn,
     "tensors": tensors,
     "lifecycle": lifecycle,
     "sync_client": sync_client,

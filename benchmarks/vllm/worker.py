@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 
 from anyengine import EngineSpec, open_engine_client
-from benchmarks import latency, throughput
+from benchmarks import churn, latency, throughput
 from benchmarks.vllm import bare, client_layer
 from benchmarks.worker import answer, next_command
 
@@ -23,6 +23,8 @@ _OURS: dict[str, Callable[..., Awaitable[Any]]] = {
     "first_output": client_layer.first_output,
     "paced": client_layer.paced,
     "prompt_embeds": client_layer.prompt_embeds,
+    "churn_steps": churn.whole_steps,
+    "churn_streams": churn.streams,
 }
 _RIVAL: dict[str, Callable[..., Awaitable[Any]]] = {
     "whole_steps": throughput.whole_steps_of_baseline,
@@ -30,6 +32,7 @@ _RIVAL: dict[str, Callable[..., Awaitable[Any]]] = {
     "first_output": client_layer.first_output_of_rival,
     "paced": client_layer.paced_of_rival,
     "prompt_embeds": client_layer.prompt_embeds_of_rival,
+    "churn_steps": churn.whole_steps_of_baseline,
 }
 
 
@@ -62,9 +65,26 @@ async def serve_rival() -> None:
     client.shutdown()
 
 
+async def serve_streaming_rival() -> None:
+    """Run ``churn_streams``, the only command, against ``AsyncLLM``."""
+    from benchmarks.vllm.rival import StreamingRival
+
+    rival = StreamingRival()
+    gc.freeze()
+    answer([os.getpid(), rival.process.pid])
+    while (command := await next_command()) is not None:
+        answer(await client_layer.churn_streams_of_rival(rival, **command[1]))
+    rival.shutdown()
+
+
 def main(contestant: str, backend: str) -> None:
-    """``contestant`` is ``ours``, ``vllm`` or ``bare``; ``backend`` is one of ``asyncio``, ``uvloop``, ``trio``."""
-    serve = {"ours": serve_ours, "vllm": serve_rival, "bare": bare.serve}[contestant]
+    """``contestant`` is ``ours``, ``vllm``, ``async_llm`` or ``bare``, on an event loop of asyncio, uvloop or trio."""
+    serve = {
+        "ours": serve_ours,
+        "vllm": serve_rival,
+        "async_llm": serve_streaming_rival,
+        "bare": bare.serve,
+    }[contestant]
     if backend == "trio":
         anyio.run(serve, backend="trio")
     else:
