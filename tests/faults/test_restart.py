@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+import trio
 from tests.helpers import is_running, until
 
 from anyengine import (
@@ -19,12 +21,14 @@ from anyengine import (
     EngineDeadError,
     EngineError,
     EngineSpec,
+    EngineStartError,
     ProcessLauncher,
     RestartPolicy,
     SamplingParams,
     UtilityTimeoutError,
     open_engine_client,
 )
+from anyengine.client.keeper import EngineKeeper
 from anyengine.testing import scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -36,6 +40,13 @@ AT_ONCE = RestartPolicy(limit=3, window=600, backoff=0)
 async def is_over(client: EngineClient, pid: int) -> None:
     """Return when the life of the engine ``pid`` is over; the next one may have begun by then."""
     await until(lambda: client.health().state != "alive" or client.health().pid != pid)
+
+
+async def die(client: EngineClient) -> None:
+    """Kill the engine, and return when its death is known."""
+    os.kill(client.health().pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        await client.wait_dead()
 
 
 async def test_a_child_killed_in_a_loop_serves_again_each_time() -> None:
@@ -250,6 +261,124 @@ async def test_a_death_that_concerns_nobody_is_logged_and_not_handed_to_the_next
         assert "SIGKILL" in caplog.text
         await client.add_request([5], SamplingParams(max_tokens=1))
         assert list((await client.get_output()).token_ids) == [6]
+
+
+class RefusingLauncher(ProcessLauncher):
+    """Starts ``good`` engines, then raises ``error`` in place of ``bad`` more."""
+
+    def __init__(self, error: BaseException, *, good: int, bad: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "calls", iter([None] * good + [error] * bad))
+
+    def start(self, bootstrap: Any) -> Any:
+        error = next(self.calls, None)  # type: ignore[attr-defined]
+        if error is not None:
+            raise error
+        return super().start(bootstrap)
+
+
+class DevicesGoneError(Exception):
+    """An error of a launcher of one's own."""
+
+
+LAUNCH_ERRORS = [
+    BlockingIOError(11, "Resource temporarily unavailable"),
+    UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"),
+    ValueError("embedded null byte"),
+    RuntimeError("can't start new thread"),
+    MemoryError(),
+    DevicesGoneError("all of them"),
+    StopIteration(),
+    SystemExit("a launcher's own"),
+    EngineClosedError("a launcher's own"),
+]
+
+
+@pytest.mark.parametrize("error", LAUNCH_ERRORS, ids=lambda error: type(error).__name__)
+async def test_a_restart_whose_launch_raises_is_a_death_of_phase_launch(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = RefusingLauncher(error, good=1, bad=2)
+    with anyio.fail_after(20):
+        async with open_engine_client(
+            scripted_spec(), restart=AT_ONCE, launcher=launcher, on_progress=lambda *_: None
+        ) as client:
+            await die(client)
+            # Two launches fail, which counts, and the third serves.
+            assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
+    assert "while its process was starting; restart 3 of 3" in caplog.text
+    assert "on_progress" not in caplog.text
+
+    launcher = RefusingLauncher(error, good=1, bad=9)
+    with anyio.fail_after(20), pytest.raises(EngineDeadError) as caught:
+        async with open_engine_client(
+            scripted_spec(), restart=AT_ONCE, launcher=launcher, on_progress=lambda *_: None
+        ) as client:
+            await die(client)
+            await client.generate([1])
+    report = caught.value.report
+    assert (report.phase, report.pid, report.exception_type) == ("launch", None, type(error).__name__)
+    assert str(error) in (report.exception_message or "")
+
+
+@pytest.mark.parametrize("error", LAUNCH_ERRORS, ids=lambda error: type(error).__name__)
+async def test_a_first_launch_that_raises_is_a_failed_start(error: BaseException) -> None:
+    with pytest.raises(EngineStartError) as caught:
+        async with open_engine_client(scripted_spec(), launcher=RefusingLauncher(error, good=0, bad=9)):
+            pytest.fail("the block was entered")
+    report = caught.value.report
+    assert (report.phase, report.pid, report.exception_type) == ("launch", None, type(error).__name__)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), asyncio.CancelledError("mine"), trio.TooSlowError("mine")])
+async def test_only_what_on_progress_raises_is_blamed_on_it(error: BaseException) -> None:
+    starts: list[str] = []
+
+    def fail_later(stage: str, fraction: float | None) -> None:
+        if fraction == 0:
+            starts.append(stage)
+        if len(starts) > 1:
+            raise error
+
+    with anyio.fail_after(20), pytest.raises(EngineDeadError) as caught:
+        async with open_engine_client(
+            scripted_spec(), restart=RestartPolicy(limit=1, backoff=0), on_progress=fail_later
+        ) as client:
+            await die(client)
+            await client.generate([1])
+    assert caught.value.report.phase == "load"
+    assert f"reason: on_progress raised {type(error).__name__}: " in str(caught.value)
+
+
+async def test_arguments_that_cannot_travel_any_more_end_that_life_and_name_themselves() -> None:
+    """The application changed them after it had opened the client."""
+    arguments: dict[str, Any] = {"vocab_size": 100}
+    spec = EngineSpec("anyengine.engines.scripted:ScriptedEngine", arguments)
+    with anyio.fail_after(20), pytest.raises(EngineDeadError) as caught:
+        async with open_engine_client(spec, restart=RestartPolicy(limit=2, backoff=0)) as client:
+            arguments["vocab_size"] = object()
+            await die(client)
+            await client.generate([1])
+    text = str(caught.value)
+    assert "the client could not start it again: UnencodableError: " in text
+    assert "vocab_size" in text
+    assert "on_progress" not in text
+
+
+async def test_a_guest_that_cannot_be_introduced_does_not_keep_the_engine_in_its_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the introduction raises."""
+
+    async def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with open_engine_client(scripted_spec(), restart=RestartPolicy(limit=2, backoff=0)) as client:
+        monkeypatch.setattr(EngineKeeper, "_introduce_guests", fail)
+        await die(client)
+        with anyio.fail_after(20), pytest.raises(EngineDeadError, match="could not start it again: OSError"):
+            await client.generate([1])
 
 
 def test_settings_are_checked() -> None:

@@ -18,7 +18,8 @@ from anyengine.client.services import show_new_output
 from anyengine.client.session import EngineSession
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits, Supervisor
 from anyengine.client.utility_calls import call_now
-from anyengine.errors import EngineDeadError, EngineStartError, UtilityError
+from anyengine.engine.failures import describe_failure
+from anyengine.errors import EngineClosedError, EngineDeadError, UtilityError
 from anyengine.process.host import Launcher
 from anyengine.process.threads import run_in_thread
 
@@ -98,15 +99,13 @@ class EngineKeeper:
         self._starting = True
         try:
             await self._supervisor.start(self._group, self._limits)
-            if (error := self._session.link.callback_error) is not None:
-                raise error
             await self._introduce_guests()
         finally:
             self._starting = False
 
     def _ended(self) -> None:
         """A life ended in which the engine was not being closed."""
-        if self._starting or self._session.closing:
+        if self._starting or self._restarting is not None or self._session.closing:
             return  # whoever starts or closes it is told
         if self._restart_policy is None or self._group is None or self._backoff() is None:
             self._on_death()
@@ -129,37 +128,59 @@ class EngineKeeper:
     async def _restart(self, scope: anyio.CancelScope) -> None:
         """Start new lives until one serves or no more are allowed; then tell whoever waits for it."""
         session = self._session
-        with scope:
-            while (backoff := self._backoff()) is not None:
-                self._restarts.append(time.monotonic())
-                report = session.link.report
-                limit = self._restart_policy.limit if self._restart_policy is not None else 0
-                what = f"restart {len(self._restarts)} of {limit} in {backoff:.2g} s"
-                if report is not None and report.attached:  # whoever started that one starts the next one too
-                    what = f"waiting for one to come back ({len(self._restarts)} of {limit})"
-                who = f"engine {session.link.rank} died" if report is None else report.describe().partition("\n")[0]
-                logger.warning("%s; %s", who, what)
-                if not await self._clear_away():
-                    break
-                await anyio.sleep(backoff)
-                if session.closing:
-                    break
-                session.renew()
-                self._supervisor = self._new_supervisor()
-                try:
-                    await self._start()
-                except (EngineStartError, EngineDeadError):
-                    continue
-                except Exception as error:  # the application's own, from on_progress
-                    session.link.fail(f"on_progress raised {type(error).__name__}: {error}")
-                    await session.link.ended.wait()
-                    continue
-                break
-        self._restarting = None
-        gave_up = session.link.report is not None
-        self._release_waiters()
+        try:
+            with scope:
+                while (backoff := self._backoff()) is not None:
+                    self._restarts.append(time.monotonic())
+                    self._announce_restart(backoff)
+                    if not await self._clear_away():
+                        break
+                    await anyio.sleep(backoff)
+                    if session.closing:
+                        break
+                    session.renew()
+                    self._supervisor = self._new_supervisor()
+                    if await self._serves_again():
+                        break
+        finally:  # whatever came: nobody waits for a restart that nobody makes
+            self._restarting = None
+            gave_up = session.link.report is not None
+            self._release_waiters()
         if gave_up and not session.closing:
             self._on_death()
+
+    def _announce_restart(self, backoff: float) -> None:
+        report = self._session.link.report
+        limit = self._restart_policy.limit if self._restart_policy is not None else 0
+        what = f"restart {len(self._restarts)} of {limit} in {backoff:.2g} s"
+        if report is not None and report.attached:  # whoever started that one starts the next one too
+            what = f"waiting for one to come back ({len(self._restarts)} of {limit})"
+        rank = self._session.link.rank
+        who = f"engine {rank} died" if report is None else report.describe().partition("\n")[0]
+        logger.warning("%s; %s", who, what)
+
+    async def _serves_again(self) -> bool:
+        """Start a new life; if it does not get as far as serving, return when its death is known."""
+        link = self._session.link
+        try:
+            await self._start()
+        except EngineDeadError:
+            return False
+        except EngineClosedError:  # the client is closed meanwhile
+            return False
+        except BaseException as error:
+            # An application that exits in its callback exits; anything else that it raises ends this life only.
+            if error is link.callback_error and not isinstance(error, (KeyboardInterrupt, SystemExit)):
+                whose = "on_progress raised"
+            elif isinstance(error, Exception):
+                whose = "the client could not start it again:"
+            else:
+                raise
+            kind, message, _ = describe_failure(error)
+            link.fail(f"{whose} {kind}: {message}")
+            await link.ended.wait()
+            return False
+        return True
 
     async def _introduce_guests(self) -> None:
         """Have a new life connect to the other clients that shared the one before."""

@@ -17,6 +17,7 @@ from anyengine.client.checks import check_seconds
 from anyengine.client.services import LAST_READ_SLICE, read_outputs, take_early_hello
 from anyengine.client.session import EngineSession
 from anyengine.client.staging import release
+from anyengine.engine.failures import describe_failure
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
 from anyengine.process.blocks import Lease
 from anyengine.process.host import EngineHost, Launcher
@@ -106,6 +107,7 @@ class Supervisor:
         """Launch the process and return when the engine is READY.
 
         :raises EngineStartError: if it dies, is too slow, or is refused
+        :raises BaseException: what the application's ``on_progress`` raised
         """
         link = self._link
         host = await self._launch()
@@ -115,6 +117,8 @@ class Supervisor:
         await self._await_step(link.greeted, limits.hello, "HELLO", "start_limits.hello")
         await self._say_init()
         await self._await_step(link.ready, limits.silence, "READY or progress report", "start_limits.silence")
+        if link.callback_error is not None:
+            raise link.callback_error
         link.phase = "serve"
 
     async def _say_init(self) -> None:
@@ -131,28 +135,42 @@ class Supervisor:
         session.send(link.machine.init(output_address=address, path=path, arguments=arguments))
 
     async def _launch(self) -> EngineHost:
+        """Start the process; whatever keeps it from starting is a death of phase ``"launch"``."""
         endpoints = self._session.endpoints
         bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys, [])
+        launched: EngineHost | BaseException
         try:
             with anyio.CancelScope(shield=True):
-                host = await run_in_thread(self._launch_in_thread, bootstrap, name="launch")
-        except OSError as error:
-            report = CrashReport(
-                rank=self._link.rank,
-                pid=None,
-                phase="launch",
-                exception_type=type(error).__name__,
-                exception_message=str(error),
-                reason=f"{self._launcher.description} could not be started",
-            )
-            self._session.report_death(report)
-            self.finished.set()
-            raise EngineStartError(report) from error
+                launched = await run_in_thread(self._launch_in_thread, bootstrap, name="launch")
+        except EngineClosedError:
+            raise
+        except Exception as error:  # there is no thread to be had
+            launched = error
         # A shielded scope that nobody cancels swallows nothing.
-        return host  # pyright: ignore[reportPossiblyUnboundVariable]
+        if not isinstance(launched, BaseException):  # pyright: ignore[reportPossiblyUnboundVariable]
+            return launched
+        kind, message, _ = describe_failure(launched)
+        report = CrashReport(
+            rank=self._link.rank,
+            pid=None,
+            phase="launch",
+            exception_type=kind,
+            exception_message=message,
+            reason=f"{self._launcher.description} could not be started",
+        )
+        self._session.report_death(report)
+        self.finished.set()
+        raise EngineStartError(report) from launched
 
-    def _launch_in_thread(self, bootstrap: Bootstrap) -> EngineHost:
-        host = self._launcher.start(bootstrap)
+    def _launch_in_thread(self, bootstrap: Bootstrap) -> EngineHost | BaseException:
+        """The engine's host, or what the launcher raised: returned, so that it is not taken for a cancellation.
+
+        :raises EngineClosedError: if the client is being closed meanwhile
+        """
+        try:
+            host = self._launcher.start(bootstrap)
+        except BaseException as error:
+            return error
         # A native cancellation may have ended the wait for this thread: a process that nobody knows of must not stay.
         with self._launching:
             if not self._stopping:

@@ -28,6 +28,11 @@ REAP_LIMIT = 0.5
 """Seconds to wait for a process that was killed: one that the kernel holds cannot be waited for."""
 
 
+FIRST_LOOK = 0.0002
+LONGEST_LOOK = 0.025
+"""Seconds between the first two looks, and any two, for the exit status of a process whose pidfd says that it ended."""
+
+
 class EngineProcess:
     """A running child. Its end is known from the pidfd, then believed from its exit status."""
 
@@ -63,8 +68,14 @@ class EngineProcess:
             await run_in_thread(self._wait_in_thread, name="wait", abandon_on_cancel=True)
             return
         self._watched = True
+        pause = FIRST_LOOK
         try:
+            await anyio.wait_readable(self._pidfd)
             while not self.has_ended():
+                # The status follows at once, as a rule. Where it does not (a debugger holds the process, a sandbox has
+                # descriptors that are always readable), waiting for the descriptor alone would take a whole core.
+                await anyio.sleep(pause)
+                pause = min(2 * pause, LONGEST_LOOK)
                 await anyio.wait_readable(self._pidfd)
         finally:
             self._watched = False
