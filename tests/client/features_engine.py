@@ -18,10 +18,13 @@ class FeaturesEngine(OptionsEngine):
     """Ends each request in its first step.
 
     :param libraries: what to load: torch, numpy, or nothing, as an engine without either
+    :param keeps: whether requests are kept when they have ended
     """
 
-    def __init__(self, libraries: str = "", options: Sequence[str] = ("features",)) -> None:
+    def __init__(self, libraries: str = "", options: Sequence[str] = ("features",), keeps: bool = False) -> None:
         super().__init__(options)
+        self._keeps = keeps
+        self._kept: list[EngineRequest] = []
         self._libraries = libraries
 
     def load(self, progress: ProgressReporter) -> None:
@@ -35,6 +38,8 @@ class FeaturesEngine(OptionsEngine):
 
     def step(self) -> StepOutputs:
         requests, self._requests = self._requests, []
+        if self._keeps:
+            self._kept += requests
         return from_rows(
             (request.handle, array("I"), OutputDetails(finish_reason="stop", events=told(request.features)))
             for request in requests

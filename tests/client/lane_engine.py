@@ -24,7 +24,8 @@ class LaneEngine(ScriptedEngine):
 
     :param libraries: what to load: torch, numpy, or nothing, as an engine without either
     :param weights: any array
-    :param prompts: what becomes of a prompt of embeddings: ``"read"`` it, ``"keep"`` it too, or ``"refuse"`` it
+    :param prompts: what becomes of a prompt of embeddings: ``"read"`` it, ``"keep"`` it too (as one of tokens), or
+        ``"refuse"`` it
     """
 
     def __init__(self, libraries: str = "", weights: Any = None, prompts: str = "read", **arguments: Any) -> None:
@@ -50,6 +51,8 @@ class LaneEngine(ScriptedEngine):
                 self._kept.append(request.prompt_embeds)
             number = first_token(request.prompt_embeds) - 1
             request = dataclasses.replace(request, prompt_token_ids=array("I", [number]), prompt_embeds=None)
+        elif self._prompts == "keep":
+            self._kept.append(request.prompt_token_ids)
         super().add_request(request)
 
     @utility

@@ -389,14 +389,25 @@ async def test_a_block_that_the_engine_could_not_take_is_not_kept_for_long(
     await until(lambda: figures(os.getpid())["tensor_descriptors"] == figures(os.getpid())["tensor_mappings"] == 0)
 
 
-async def test_engines_without_a_lane() -> None:
+async def test_an_engine_without_a_lane() -> None:
     value = large(0)
-    for where in ({"transport": "tcp"}, {"placement": "thread"}):
-        async with open_engine_client(lane_spec("numpy"), **where) as client:  # type: ignore[arg-type]
-            assert client._session.link.lane is None
+    async with open_engine_client(lane_spec("numpy"), transport="tcp") as client:
+        assert client._session.link.lane is None
+        assert await client.call_utility("digests", [value]) == [digest(value)]
+        completion = await client.generate(prompt_embeds=value, sampling_params=ONE_TOKEN)
+        assert completion.token_ids == [first_token(value)]
+
+
+async def test_an_engine_in_a_thread_has_a_lane() -> None:
+    async with open_engine_client(lane_spec("numpy", prompts="keep"), placement="thread") as client:
+        for number in range(3):
+            value = large(number)
             assert await client.call_utility("digests", [value]) == [digest(value)]
             completion = await client.generate(prompt_embeds=value, sampling_params=ONE_TOKEN)
             assert completion.token_ids == [first_token(value)]
+        assert passed(client) == 6
+        await client.call_utility("drop")
+        await is_free(client)
 
 
 async def test_only_the_client_that_launched_the_engine_has_a_lane(client: EngineClient, tmp_path: Any) -> None:

@@ -60,6 +60,11 @@ class EngineLink:
         """The way for large buffers, if this engine has one."""
         return None if self.host is None else self.host.lane
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether a message would have to stay as it is for as long as the engine keeps it."""
+        return self.host is not None and self.host.shares_memory
+
     def hand_over(self, frames: Frames) -> Frames:
         """The message to send instead of ``frames``: what can go by the lane has gone."""
         lane = self.lane

@@ -171,7 +171,7 @@ class EngineSession:
         except BaseException:
             release(leases)
             raise
-        return handle, trackers  # what did not go by the lane is ZeroMQ's, which reads it in place
+        return handle, trackers  # what did not go by the lane is copied, or ZeroMQ's, which reads it in place
 
     async def admit(self, embeds: Any, options: RequestOptions, leases: list[Lease]) -> tuple[Any, RequestOptions]:
         """Return when the engine takes one more request, which must then be registered without a checkpoint between.
@@ -266,6 +266,9 @@ class EngineSession:
 
     def send(self, frames: Frames) -> list[zmq.MessageTracker]:
         """Send a message to the engine, at once and without waiting; the trackers of large frames."""
+        if self.link.shares_memory:
+            self.send_copied(frames)
+            return []
         assert self.link.identity is not None
         try:
             trackers = self.endpoints.router.send([self.link.identity, *self.link.hand_over(frames)])

@@ -312,13 +312,13 @@ class Supervisor:
         return host.has_ended()
 
     async def _kill(self, host: EngineHost) -> None:
-        if not host.can_be_killed:
-            return
-        self._forced = True
-        host.kill()
-        await self._ends_within(host, GONE_LIMIT)
-        host.reap()
-        gone = await run_in_thread(host.is_gone, GONE_LIMIT, name="gone")
+        gone = True
+        if host.can_be_killed:
+            self._forced = True
+            host.kill()
+            await self._ends_within(host, GONE_LIMIT)
+            host.reap()
+            gone = await run_in_thread(host.is_gone, GONE_LIMIT, name="gone")
         if host.lane is not None:
             await run_in_thread(host.lane.free, name="free")
         if not gone:

@@ -131,6 +131,8 @@ class ClientConnection:
         if self._is_open:
             self._is_open = False
             self.dealer.close()
+            if self._lane is not None:  # of the one client that does not come again
+                self._lane.close()
         if self._push is not None:
             self._push.close()
             self._push = None

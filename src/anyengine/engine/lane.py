@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Sequence
 
 from anyengine.errors import ProtocolError
@@ -16,6 +17,7 @@ from anyengine.protocol.lane import LANE_KIND, Passed, decode_passed
 logger: logging.Logger = logging.getLogger("anyengine")
 
 _forks = 0
+_lanes: weakref.WeakSet[EngineLane] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
@@ -23,7 +25,12 @@ def _before_fork() -> None:
     _forks += 1
 
 
-os.register_at_fork(before=_before_fork)
+def _after_in_child() -> None:
+    for lane in list(_lanes):
+        lane.close()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_in_child)
 
 
 class _LentBlock(Mapping):
@@ -51,6 +58,11 @@ class EngineLane:
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)
         self._socket = socket.socket(fileno=fd)
+        _lanes.add(self)
+
+    def close(self) -> None:
+        """Take in nothing any more; what came stays."""
+        self._socket.close()
 
     def unwrap(self, frames: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
         """The message as it would have come without a lane; most often it did.

@@ -36,6 +36,7 @@ LONGEST_LOOK = 0.025
 class EngineProcess:
     """A running child. Its end is known from the pidfd, then believed from its exit status."""
 
+    shares_memory: bool = False
     can_be_killed: bool = True
     outlives_close: bool = False
     sends_at_once: bool = False

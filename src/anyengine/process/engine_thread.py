@@ -1,5 +1,8 @@
 """An engine in a thread of this process: the same loop and the same messages, over ``inproc://``.
 
+ZeroMQ hands a peer in the same process the frames themselves. So messages are copied, and large tensors go by the lane,
+as they do to a process: what the engine keeps, or writes to, is its own.
+
 It starts at once and shares this process's memory and devices, which has its price: a native crash takes this process
 along, its Python code and the application's take turns, and a step that hangs can be neither interrupted nor killed.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from typing import Any
 
@@ -17,6 +21,7 @@ import zmq
 from anyengine.engine.failures import describe_failure
 from anyengine.engine.proc import EngineCoreProc
 from anyengine.errors import CrashReport, Phase
+from anyengine.process.lane import Lane, open_lane
 from anyengine.protocol.bootstrap import Bootstrap
 
 
@@ -24,26 +29,35 @@ class EngineThread:
     """A running thread. Its end closes a pipe, which wakes whoever waits, on any event loop."""
 
     output: None = None
-    lane: None = None
+    shares_memory: bool = True
     can_be_killed: bool = False
     outlives_close: bool = True
     sends_at_once: bool = True
 
     def __init__(self, bootstrap: Bootstrap, context: zmq.Context[Any]) -> None:
         self.pid: int = os.getpid()
+        self.lane: Lane | None = None
         self._failure: tuple[str, str, str] | None = None
         self._watched = False
-        self._reader, self._writer = os.pipe()
-        # A daemon, so that an engine which hangs does not keep the program from ending.
-        self._thread = threading.Thread(
-            target=self._run, args=(bootstrap, context), name=f"anyengine-{bootstrap.rank}", daemon=True
-        )
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads: for the caller the same as no more processes
-            os.close(self._reader)
-            os.close(self._writer)
-            raise OSError(str(error)) from error
+        with contextlib.ExitStack() as kept:
+            self._reader, self._writer = os.pipe()
+            kept.callback(os.close, self._reader)
+            kept.callback(os.close, self._writer)
+            if sys.platform == "linux":
+                self.lane, lane_end = open_lane()
+                kept.callback(self.lane.close)
+                lane_fd = lane_end.detach()
+                kept.callback(os.close, lane_fd)
+                bootstrap = bootstrap._replace(lane=lane_fd)
+            # A daemon, so that an engine which hangs does not keep the program from ending.
+            self._thread = threading.Thread(
+                target=self._run, args=(bootstrap, context), name=f"anyengine-{bootstrap.rank}", daemon=True
+            )
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads: for the caller the same as no more processes
+                raise OSError(str(error)) from error
+            kept.pop_all()
 
     def _run(self, bootstrap: Bootstrap, context: zmq.Context[Any]) -> None:
         try:
@@ -51,11 +65,13 @@ class EngineThread:
             try:
                 proc.run()
             except zmq.ContextTerminated:
-                proc.close()  # the client has left, and did not wait any longer for this thread
+                pass  # the client has left, and did not wait any longer for this thread
             except BaseException as error:  # sys.exit() in an engine ends the engine, as it does in a process
                 self._failure = describe_failure(error)
                 with contextlib.suppress(zmq.ContextTerminated):
                     proc.announce_death(error)
+            finally:
+                proc.close()
         finally:
             os.close(self._writer)
 
@@ -101,9 +117,11 @@ class EngineThread:
         )
 
     def close(self) -> None:
-        """Let go of the pipe's end; the thread closes the other."""
+        """Let go of this side's ends of the pipe and the lane; the thread closes the others."""
         if self._reader < 0:
             return
+        if self.lane is not None:
+            self.lane.close()
         if self._watched:
             anyio.notify_closing(self._reader)
         os.close(self._reader)

@@ -36,6 +36,11 @@ class EngineHost(Protocol):
         ...
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether the engine reads a message in the client's own memory, for as long as it keeps it."""
+        ...
+
+    @property
     def can_be_killed(self) -> bool:
         """Whether :meth:`kill` ends it for certain."""
         ...

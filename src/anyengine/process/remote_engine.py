@@ -17,6 +17,7 @@ class RemoteEngine:
 
     output: None = None
     lane: None = None
+    shares_memory: bool = False
     can_be_killed: bool = False
     outlives_close: bool = False
     sends_at_once: bool = False
