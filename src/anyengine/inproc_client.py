@@ -21,6 +21,7 @@ from anyengine.engine.control import SchedulerControl
 from anyengine.engine.core import Deferred, EngineCore, engine_request
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, RequestError, UtilityError
+from anyengine.lengths import token_limit
 from anyengine.params import PoolingParams, RequestKeywords, SamplingParams
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
 from anyengine.types import EngineInfo, FinishReason
@@ -107,8 +108,8 @@ class InprocEngineClient(BlockingEngineUtilities):
         :param request_id: a name for logs and errors, free again when the request has ended
         :param options: what else the request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type
-        :raises RequestError: if the prompt is empty or holds an impossible token id, if a live request has the same
-            id, or if the engine refuses the request
+        :raises RequestError: if the prompt is empty or holds an impossible token id, if ``max_tokens`` does not fit
+            beside it, if a live request has the same id, or if the engine refuses the request
         :raises EngineDeadError: if the engine is broken
         :raises EngineClosedError: if the client is closed
         """
@@ -117,6 +118,8 @@ class InprocEngineClient(BlockingEngineUtilities):
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
         checked = check_options(self.info, options, pooling)
         sampling = check_sampling(sampling_params, self.info)
+        if pooling is None:
+            token_limit(sampling, prompt_embeds.shape[0] if tokens is None else len(tokens), self.info.max_model_len)
         check_features(checked.features, tokens)
         if check_request_id(request_id) is not None and request_id in self._ids.values():
             raise RequestError(f"request_id={brief(request_id)}: a live request has this id")

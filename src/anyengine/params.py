@@ -70,16 +70,17 @@ _ELSEWHERE = {
 class SamplingParams:
     """How one request is sampled, by the field's standard names (those of vLLM's and OpenAI's APIs).
 
-    ``temperature=0`` is greedy; ``top_k=0`` means all tokens; ``logprobs=k`` asks for the sampled token's and the k
-    best log-probabilities of each step, ``prompt_logprobs`` likewise for the prompt. ``extra`` holds an engine's own
-    options and is open. An engine lists at READY what it supports, and anything else that differs from its default is
-    refused by name at the call.
+    ``max_tokens=None`` asks for as many tokens as the model's length leaves room for beside the prompt; a number for
+    which there is no room is refused. ``temperature=0`` is greedy; ``top_k=0`` means all tokens; ``logprobs=k`` asks
+    for the sampled token's and the k best log-probabilities of each step, ``prompt_logprobs`` likewise for the prompt.
+    ``extra`` holds an engine's own options and is open. An engine lists at READY what it supports, and anything else
+    that differs from its default is refused by name at the call.
 
     :raises TypeError: if there is no such field, or one has the wrong type
     :raises RequestError: if a value is out of its range
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -118,7 +119,7 @@ class SamplingParams:
             elif type(value) is dict:
                 value = {}
             object.__setattr__(self, name, value)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"SamplingParams.min_tokens={self.min_tokens}: more than max_tokens={self.max_tokens}")
 
 
@@ -237,11 +238,7 @@ _count = _integer(1, U32_MAX)
 
 
 def _max_tokens(where: str, value: Any) -> Any:
-    if value is None:
-        raise TypeError(
-            f"{where}=None: expected an integer; for as many as fit write client.info.max_model_len - len(token_ids)"
-        )
-    return _count(where, value)
+    return None if value is None else _count(where, value)
 
 
 def _number(low: float, high: float, *, above: bool = False) -> _Check:

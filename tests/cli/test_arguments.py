@@ -6,7 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.programs import CLI, CONTROLS, Sandbox, sandbox
+from click.testing import Result
+from tests.cli.programs import CLI, CONTROLS, Sandbox, Terminal, sandbox
+from typer.testing import CliRunner
+
+from anyengine import ConnectionKeys
+from anyengine.cli.app import app
+from anyengine.cli.generate import Job
 
 __all__ = ["sandbox"]
 
@@ -93,8 +99,9 @@ def test_bad_model_directories(sandbox: Sandbox, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "arguments"),
     [
-        ("typer", ["--help"]),
-        ("tokenizers", ["--help"]),
+        ("typer", ["generate", "hi"]),
+        ("tokenizers", ["generate", "--help"]),
+        ("rich", ["generate", "hi"]),
         ("torch", ["generate", "hi"]),
         ("safetensors", ["generate", "hi"]),
         ("jinja2", ["generate", "hi", "--chat"]),
@@ -120,6 +127,91 @@ main()
     assert package in result.stderr
     extra = "trio" if package == "trio" else "cli,transformers"
     assert f"pip install 'anyengine[{extra}]'" in result.stderr
+
+
+NO_EXTRAS = """
+import sys
+for package in ("typer", "click", "rich", "tokenizers", "jinja2", "anyio", "trio", "torch"):
+    sys.modules[package] = None
+from anyengine.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--help"], 0, "needs the package 'typer': pip install 'anyengine[cli,transformers]'"),
+        ([], 2, "usage: anyengine COMMAND"),
+        (["--version"], 0, "anyengine 0."),
+        (["keys", "--help"], 0, "usage: anyengine keys"),
+        (["engine", "--help"], 0, "usage: anyengine engine"),
+        (["keys"], 2, "FILE"),
+        (["nonsense"], 1, "engine  Run an engine that clients attach to."),
+    ],
+)
+def test_what_needs_no_extra_runs_without_them(
+    sandbox: Sandbox, arguments: list[str], code: int, expected: str
+) -> None:
+    result = sandbox.run([sys.executable, "-c", NO_EXTRAS, *arguments])
+    assert result.returncode == code
+    assert expected in (result.stderr if code == 1 or ("keys" in arguments and code) else result.stdout)
+    assert "Traceback" not in result.stderr
+
+
+def test_keys_are_made_without_extras(sandbox: Sandbox, tmp_path: Path) -> None:
+    result = sandbox.run([sys.executable, "-c", NO_EXTRAS, "keys", str(tmp_path / "engine.keys")])
+    assert (result.returncode, result.stderr) == (0, "")
+    ConnectionKeys.load(tmp_path / "engine.keys")
+
+
+def _prompt_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, stdin: bytes = b"") -> tuple[Job | None, Result]:
+    """What ``anyengine generate`` would do, and what it said."""
+    jobs: list[Job] = []
+
+    def run(job: Job, backend: str) -> int:
+        jobs.append(job)
+        return 0
+
+    monkeypatch.setattr("anyengine.cli.app.run", run)
+    monkeypatch.setattr("anyengine.cli.app.check_default_model", lambda: None)
+    result = CliRunner().invoke(app, ["generate", *arguments], input=stdin)
+    return (jobs[0] if jobs else None), result
+
+
+@pytest.mark.parametrize("arguments", [["default", "-"], ["-"], ["-", "--chat"]])
+def test_a_prompt_comes_from_stdin(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    job, _ = _prompt_of(monkeypatch, *arguments, stdin="  Grüße,\n\nund mehr\n\n".encode())
+    assert job is not None
+    assert job.prompt == "  Grüße,\n\nund mehr\n"
+    assert job.chat == ("--chat" in arguments)
+    assert job.model == "default"
+
+
+@pytest.mark.parametrize(
+    ("stdin", "problem"),
+    [(b"", "stdin is empty"), (b"\n", "stdin is empty"), (b"ab\xffc", "stdin is not UTF-8: byte 2 is 0xff")],
+)
+def test_a_bad_prompt_on_stdin(monkeypatch: pytest.MonkeyPatch, stdin: bytes, problem: str) -> None:
+    job, result = _prompt_of(monkeypatch, "default", "-", stdin=stdin)
+    assert job is None
+    assert result.exit_code == 2
+    assert problem in _words(result.stderr)
+
+
+def test_a_prompt_is_typed_and_ctrl_c_ends_it(sandbox: Sandbox) -> None:
+    with Terminal(sandbox, [*CLI, "generate", "default", "-"]) as terminal:
+        terminal.expect("reading the prompt from the terminal; Ctrl-D")
+        terminal.press("\x03")
+        assert terminal.wait(30) == 130
+    assert "Traceback" not in terminal.shown
+
+
+def test_the_default_number_of_tokens_is_cut_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, expected in ((["hi"], (128, True)), (["hi", "--max-tokens", "200"], (200, False))):
+        job, _ = _prompt_of(monkeypatch, *arguments)
+        assert job is not None
+        assert (job.sampling.max_tokens, job.cuts_to_fit) == expected
 
 
 def test_what_the_locale_cannot_read_is_refused_at_once(sandbox: Sandbox) -> None:

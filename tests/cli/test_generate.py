@@ -64,6 +64,18 @@ def test_stop_strings_and_threads(sandbox: Sandbox) -> None:
     assert re.search(rf"^{FIGURES}, finished: stop$", result.stderr, re.MULTILINE)
 
 
+def test_a_long_prompt_on_stdin_leaves_room_for_fewer_tokens(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("the " * 8181 + "sea\n")  # a token for each word, of 8192 that the engine takes
+    command = [*RECITING, "generate", "default", "-"]
+    with open(tmp_path / "prompt") as prompt:
+        result = sandbox.run(command, stdin=prompt)
+    assert re.search(r"^10 tokens in .*, finished: length$", result.stderr, re.MULTILINE), result.stderr
+    with open(tmp_path / "prompt") as prompt:
+        result = sandbox.run([*command, "--max-tokens", "11"], stdin=prompt)
+    assert result.returncode == 1
+    assert "max_tokens=11: expected at most 10" in result.stderr
+
+
 def test_chat_on_a_terminal(sandbox: Sandbox) -> None:
     command = [*CLI, "generate", "default", "What is the capital of France?", "--chat", "--backend", "trio"]
     with Terminal(sandbox, command) as terminal:

@@ -131,7 +131,7 @@ async def test_numpy_token_ids_are_taken(client: EngineClient) -> None:
         ({"repetition_penalty": 0}, RequestError, ["repetition_penalty=0"]),
         ({"structured_outputs": "json"}, TypeError, ["structured_outputs='json'"]),
         ({"extra": {1: 2}}, TypeError, ["extra", "string keys"]),
-        ({"max_tokens": None}, TypeError, ["max_tokens=None", "client.info.max_model_len - len(token_ids)"]),
+        ({"max_tokens": "12"}, TypeError, ["max_tokens='12'", "integer"]),
         ({"temprature": 1.0}, TypeError, ["no 'temprature'", "did you mean 'temperature'?"]),
         ({"max_tokens": 3, "zzz": 1}, TypeError, ["no 'zzz'", "it has max_tokens, min_tokens"]),
         ({"stop": ["a"]}, TypeError, ["no 'stop'", "give stop=[...] to anyengine.text"]),
@@ -168,6 +168,23 @@ async def test_what_the_engine_does_not_support_is_refused_by_name(client: Engin
         client.open_request([1], {"max_tokens": 4})  # type: ignore[arg-type]
 
 
+async def test_max_tokens_fit_beside_the_prompt_or_are_refused_at_the_call(client: EngineClient) -> None:
+    prompt = [1] * 12
+    assert len((await client.generate(prompt, SamplingParams(max_tokens=20))).token_ids) == 20
+    completion = await client.generate(prompt, SamplingParams(max_tokens=None))
+    assert (len(completion.token_ids), completion.finish_reason) == (20, "length")
+    refused = r"max_tokens=21: expected at most 20, for the prompt has 12 tokens and max_model_len is 32"
+    with pytest.raises(RequestError, match=refused):
+        client.open_request(prompt, SamplingParams(max_tokens=21))
+    for call in (client.generate, client.add_request):
+        with pytest.raises(RequestError, match=refused):
+            await call(prompt, SamplingParams(max_tokens=21))
+    for length in (32, 40):
+        with pytest.raises(RequestError, match=f"prompt has {length} tokens, but max_model_len is 32"):
+            client.open_request([1] * length, SamplingParams(max_tokens=None))
+    assert client.statistics().live_requests == 0
+
+
 @pytest.mark.parametrize(("request_id", "error"), [("", RequestError), (7, TypeError)])
 async def test_request_ids(client: EngineClient, request_id: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="request_id"):
@@ -176,8 +193,6 @@ async def test_request_ids(client: EngineClient, request_id: Any, error: type[Ex
 
 async def test_what_the_engine_refuses_fails_that_request_alone(client: EngineClient) -> None:
     async with client.open_request([1], SamplingParams(max_tokens=20)) as other:
-        with pytest.raises(RequestError, match="prompt has 40 tokens, but max_model_len is 32"):
-            await client.generate([1] * 40)
         with pytest.raises(RequestError, match="100 is not below vocab_size 100"):
             async with client.open_request([100]) as request:
                 async for _ in request:

@@ -321,11 +321,13 @@ class TestRequests:
 
     def test_max_model_len_ends_a_request(self, directory: Path, prompts: list[list[int]]) -> None:
         engine = load(directory, max_model_len=32)
-        outcome = one(engine, prompts[1][:29], temperature=0.0, max_tokens=2**32 - 1, ignore_eos=True)
+        outcome = one(engine, prompts[1][:29], temperature=0.0, max_tokens=None, ignore_eos=True)
         assert (len(outcome.tokens), outcome.finish_reason) == (3, "length")
-        with pytest.raises(RequestError, match=r"prompt has 32 tokens, but max_model_len=32 .* at most 31"):
+        with pytest.raises(RequestError, match=r"prompt has 32 tokens, but max_model_len is 32 .* at most 31"):
             submit(engine, range(32), GREEDY)
-        assert len(one(engine, range(31), max_tokens=5).tokens) == 1
+        with pytest.raises(RequestError, match=r"max_tokens=5: expected at most 1"):
+            one(engine, range(31), max_tokens=5)
+        assert len(one(engine, range(31), max_tokens=1).tokens) == 1
 
     def test_a_bad_request_is_refused_alone(
         self, engine: TransformersEngine, prompts: list[list[int]], expected: list[list[int]]

@@ -414,8 +414,9 @@ class TestOtherModels:
         reference: Any = transformers.AutoModelForCausalLM.from_pretrained(directory)
         rng = random.Random(1)
         prompts = [[rng.randrange(3, 97) for _ in range(length)] for length in (1, 5, 23, 9, 14, 2)]
-        params = SamplingParams(temperature=0.0, max_tokens=12)
         for handle, prompt in enumerate(prompts):
+            room = engine.describe().max_model_len - len(prompt)
+            params = SamplingParams(temperature=0.0, max_tokens=min(12, room))
             engine.add_request(
                 EngineRequest(handle=handle, prompt_token_ids=prompt, prompt_embeds=None, sampling=params)
             )

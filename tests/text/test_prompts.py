@@ -284,7 +284,9 @@ def test_templates_are_rendered_as_transformers_renders_them() -> None:
 {{ bos_token + strftime_now('%Y')[:2] }}
 {% endif %}
 """
-    shown = ChatTemplate(template, {"bos_token": "B"}).render(MESSAGES, {"add_generation_prompt": True})
+    shown = ChatTemplate(template, {"bos_token": "B"}).render(
+        MESSAGES, tools=None, add_generation_prompt=True, variables={}
+    )
     assert shown == '{"role": "user", "content": "Hi <there>"}B20\n'
 
 
@@ -292,6 +294,51 @@ def test_variables_reach_the_template() -> None:
     template = "{{ enable_thinking }} {{ add_generation_prompt }} {{ bos_token }} {{ documents is none }}"
     text = ModelText(kinds.byte_level(), chat_templates={"default": template}, template_variables={"bos_token": "B"})
     assert chat(text, enable_thinking=False, add_generation_prompt=False) == "False False B True"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}",
+        "{% macro show(tools) %}{{ tools }}{% endmacro %}{{ messages[0].content }}",
+        "{% if tools and messages[0].role == 'system' %}{{ tools }}{% endif %}{{ messages[0].content }}",
+    ],
+    ids=["not named", "of a macro", "elsewhere"],
+)
+def test_tools_that_a_template_leaves_out_are_refused(template: str) -> None:
+    text = ModelText(kinds.byte_level(), chat_templates={"default": template})
+    with pytest.raises(RequestError, match="tools: the model's chat template leaves them out"):
+        text.encode_chat(MESSAGES, tools=[{"name": "f"}])
+    for nothing in (None, []):
+        assert text.decode(text.encode_chat(MESSAGES, tools=nothing)) == MESSAGES[0]["content"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | tojson }}",
+        "{% set tools = tools or [] %}{{ tools | tojson }}",
+        "{{ tools | tojson if tools else raise_exception('no tools') }}",
+    ],
+    ids=["set if it is not there", "set to itself", "refuses a chat without"],
+)
+def test_tools_that_a_template_shows(template: str) -> None:
+    text = ModelText(kinds.byte_level(), chat_templates={"default": template})
+    assert chat(text, tools=[{"name": "f"}]) == '[{"name": "f"}]'
+
+
+def test_variables_that_a_template_does_not_refer_to_are_refused() -> None:
+    template = "{% set own = 1 %}{{ strftime_now('%Y') }}{{ bos_token }}{{ enable_thinking }}{{ documents }}"
+    text = ModelText(kinds.byte_level(), chat_templates={"default": template}, template_variables={"bos_token": "B"})
+    expected = (
+        r"enable_thinkin=False: the model's chat template does not refer to it; it knows documents, enable_thinking$"
+    )
+    with pytest.raises(RequestError, match=expected):
+        text.encode_chat(MESSAGES, enable_thinkin=False)
+    for name in ("own", "range"):
+        with pytest.raises(RequestError, match=f"{name}=1: the model's chat template does not refer to it"):
+            text.encode_chat(MESSAGES, **{name: 1})
+    text.encode_chat(MESSAGES, enable_thinking=False, documents=None)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +352,7 @@ def test_variables_reach_the_template() -> None:
 )
 def test_a_template_that_refuses_or_attacks(template: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        ChatTemplate(template, {}).render(MESSAGES, {})
+        ChatTemplate(template, {}).render(MESSAGES, tools=None, add_generation_prompt=True, variables={})
 
 
 def test_a_malformed_template() -> None:

@@ -73,14 +73,30 @@ async def test_two_ranks(directory: Path, requests: Requests, traces: setups.Tra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_mixture_of_experts_has_no_ranks(directory: Path, tmp_path: Path, traces: setups.Traces) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            {"data_parallel_size": 2, "data_parallel_rank": 0},
+            "the ranks of a mixture of experts have to step together.* set tensor_parallel_size, or run",
+        ),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "enable_expert_parallel=True: vLLM's workers crash with it on the CPU; leave it out",
+        ),
+    ],
+    ids=["ranks", "expert parallelism"],
+)
+async def test_a_mixture_of_experts_is_refused_what_it_cannot_do(
+    directory: Path, tmp_path: Path, traces: setups.Traces, arguments: dict[str, object], problem: str
+) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(directory / name, tmp_path)
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 4}
     config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 49152, **small}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    spec = setups.spec(model=str(tmp_path), data_parallel_size=2, data_parallel_rank=0)
-    with pytest.raises(EngineStartError, match="the ranks of a mixture of experts have to step together"):
+    spec = setups.spec(model=str(tmp_path), **arguments)
+    with pytest.raises(EngineStartError, match=problem):
         async with open_engine_client(spec, launcher=traces.launcher()):
             pass
     traces.expect_none()

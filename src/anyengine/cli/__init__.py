@@ -1,7 +1,8 @@
-"""The command line: ``anyengine generate MODEL "prompt"``. It needs the extras ``cli`` and ``transformers``.
+"""The command line. ``anyengine engine`` and ``anyengine keys`` run with the client's own dependencies;
+``anyengine generate`` needs the extras ``cli`` and ``transformers``.
 
-:mod:`~anyengine.cli.app` reads the arguments, :mod:`~anyengine.cli.generate` runs a request,
-:mod:`~anyengine.cli.terminal` is all that a person sees.
+:mod:`~anyengine.cli.plain` has the commands without extras. :mod:`~anyengine.cli.app` reads the arguments of the
+others, :mod:`~anyengine.cli.generate` runs a request, :mod:`~anyengine.cli.terminal` is all that a person sees.
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ INSTALL = "pip install 'anyengine[cli,transformers]'"
 def main() -> None:
     """Run the command line and exit; the ``anyengine`` script is this function."""
     _open_standard_streams()
+    words = sys.argv[1:]
     try:
-        from anyengine.cli.app import app
+        from anyengine.cli import plain
+
+        if words and words[0] in plain.COMMANDS:
+            sys.exit(plain.COMMANDS[words[0]].run(words[1:]))
+        if words == ["--version"]:
+            sys.stdout.write(f"{plain.version()}\n")
+            sys.exit(0)
+        try:
+            from anyengine.cli.app import app
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("anyengine"):
+                raise
+            problem = f"anyengine generate needs the package {error.name!r}: {INSTALL}"
+            if words in ([], ["--help"], ["-h"]):
+                sys.stdout.write(f"{plain.usage(problem)}\n")
+                sys.exit(0 if words else 2)
+            sys.exit(problem if words[0] == "generate" else plain.usage(problem))
     except KeyboardInterrupt:
         sys.exit(130)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("anyengine"):
-            raise
-        sys.exit(f"anyengine: the command line needs the package {error.name!r}: {INSTALL}")
     app()
 
 

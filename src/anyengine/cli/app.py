@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import enum
-import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import secrets
 import sys
 from typing import Annotated, Any
@@ -15,10 +13,9 @@ import typer
 from typer.core import TyperCommand
 
 from anyengine.cli import INSTALL
-from anyengine.cli.generate import Job, run
+from anyengine.cli.generate import MAX_TOKENS, Job, run
+from anyengine.cli.plain import COMMANDS, PlainCommand, version
 from anyengine.engines.transformers.checkpoint import check_default_model
-from anyengine.errors import KeysError
-from anyengine.keys import ConnectionKeys
 from anyengine.params import SamplingParams
 from anyengine.text.model_files import DEFAULT
 
@@ -44,13 +41,13 @@ class Backend(enum.StrEnum):
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"anyengine {importlib.metadata.version('anyengine')}")
+        typer.echo(version())
         raise typer.Exit
 
 
 @app.callback()
 def anyengine(
-    version: Annotated[
+    shows_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
@@ -70,11 +67,19 @@ def generate(
         typer.Argument(
             metavar="[MODEL] PROMPT",
             help="The model, a directory in Hugging Face's format or 'default' (SmolLM2-135M-Instruct, converted once "
-            "into a cache), and the text to go on from. With one argument the model is 'default'.",
+            "into a cache), and the text to go on from; '-' reads it from stdin, as UTF-8 and without its last "
+            "newline. With one argument the model is 'default'.",
             show_default=False,
         ),
     ],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Generate at most so many tokens.")] = 128,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Generate at most so many tokens; refused if prompt and tokens are longer than the model's length.",
+            show_default=f"{MAX_TOKENS}, or as many as fit",
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="random")] = None,
     stop: Annotated[
@@ -107,41 +112,53 @@ def generate(
             check_default_model()
     except (ModuleNotFoundError, OSError) as error:
         sys.exit(f"anyengine: {error}")
+    if prompt == "-":
+        prompt = _read_prompt()
     for text, option in ((prompt, "PROMPT"), *((text, "--stop") for text in stop or ())):
         _check_text(text, option)
     try:
         sampling = SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
             temperature=temperature,
             seed=secrets.randbits(31) if seed is None else seed,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(run(Job(model, prompt, sampling, chat, tuple(stop or ()), threads), backend.value))
+    job = Job(model, prompt, sampling, chat, tuple(stop or ()), threads, cuts_to_fit=max_tokens is None)
+    raise typer.Exit(run(job, backend.value))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
-def engine(
-    words: Annotated[list[str] | None, typer.Argument(metavar="SPEC [NAME=VALUE]... --connect ADDRESS")] = None,
-) -> None:
-    """Run an engine that clients attach to; `anyengine engine --help` says how."""
-    # In place of this process, so that the engine's loads nothing of the client, and whoever started it holds its pid.
-    os.execv(sys.executable, [sys.executable, "-m", "anyengine.engine.attach", *(words or ["--help"])])  # noqa: S606
+def _add_plain_command(name: str, command: PlainCommand) -> None:
+    """List a command that :func:`anyengine.cli.main` runs by itself, before Typer is imported."""
+
+    def run(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        raise typer.Exit(command.run(words or []))
+
+    settings: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, help=command.summary, add_help_option=False, context_settings=settings)(run)
 
 
-@app.command()
-def keys(
-    file: Annotated[pathlib.Path, typer.Argument(help="Where to write them; there must be no such file yet.")],
-) -> None:
-    """Make the keys by which a client and engines started by hand recognize each other.
+for _name, _command in COMMANDS.items():
+    _add_plain_command(_name, _command)
 
-    Copy the file to the engine's machine as you would copy a private key, and give it to both sides.
-    """
+
+def _read_prompt() -> str:
+    """The prompt on stdin, whatever the locale's encoding is."""
+    if sys.stdin.isatty():
+        typer.echo("reading the prompt from the terminal; Ctrl-D at the start of a line ends it", err=True)
     try:
-        ConnectionKeys.generate().save(file)
-    except KeysError as error:
-        sys.exit(f"anyengine: {error}")
-    typer.echo(f"{file} is written; both sides need it, and nobody else may have it")
+        text = sys.stdin.buffer.read().decode()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:  # a directory, or a terminal of another session
+        raise typer.BadParameter(f"stdin cannot be read: {error.strerror}", param_hint="PROMPT") from error
+    except UnicodeDecodeError as error:
+        problem = f"stdin is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        raise typer.BadParameter(problem, param_hint="PROMPT") from error
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise typer.BadParameter("stdin is empty", param_hint="PROMPT")
+    return text
 
 
 def _check_text(text: str, option: str) -> None:

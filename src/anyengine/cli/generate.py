@@ -30,6 +30,9 @@ SHUTDOWN = ShutdownPolicy(grace=0.5, terminate=0.25)
 CHUNK = 256
 """Tokens of a prompt that are computed in one step. An abort takes effect between steps, and Ctrl-C waits for it."""
 
+MAX_TOKENS = 128
+"""Tokens of an answer, where nobody says how many."""
+
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
@@ -37,7 +40,8 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 class Job:
     """What to generate: ``model`` is a directory or ``"default"``, ``chat`` asks by the model's chat template.
 
-    ``stop`` holds the stop strings, ``threads`` is the number of CPU threads (None: one for each core).
+    ``stop`` holds the stop strings, ``threads`` is the number of CPU threads (None: one for each core). With
+    ``cuts_to_fit`` there may be fewer tokens than ``sampling`` asks for: those for which the model's length has room.
     """
 
     model: str
@@ -46,6 +50,7 @@ class Job:
     chat: bool
     stop: tuple[str, ...]
     threads: int | None = None
+    cuts_to_fit: bool = False
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -138,8 +143,14 @@ class _Generation:
     async def _stream(self, client: EngineClient, text: ModelText) -> None:
         job = self._job
         prompt = job.messages if job.chat else job.prompt
+        sampling = job.sampling
+        if job.cuts_to_fit:
+            tokens = text.encode_chat(job.messages) if job.chat else text.encode(job.prompt)
+            room = client.info.max_model_len - len(tokens)
+            if 0 < room < MAX_TOKENS:
+                sampling = dataclasses.replace(sampling, max_tokens=room)
         self._figures.send()
-        async with text.open_stream(client, prompt, job.sampling, stop=job.stop) as stream:
+        async with text.open_stream(client, prompt, sampling, stop=job.stop) as stream:
             try:
                 async for output in stream:
                     self._figures.count(len(output.token_ids))

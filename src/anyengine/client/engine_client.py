@@ -22,6 +22,7 @@ from anyengine.client.request_stream import RequestStream
 from anyengine.client.session import HEALTH_TIMEOUT, EngineSession
 from anyengine.client.utility_calls import call_utility
 from anyengine.errors import EngineError
+from anyengine.lengths import token_limit
 from anyengine.params import PoolingParams, RequestKeywords, RequestOptions, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.types import ClientStatistics, Completion, EngineInfo, Health
@@ -110,8 +111,9 @@ class EngineClient(EngineUtilities):
         :param options: what else the request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type
         :raises ValueError: if ``stall_limit`` is not a positive number
-        :raises RequestError: if the prompt is empty or holds an impossible token id, if a feature has no place in it,
-            if a live request has the same id, or if the engine does not support a sampling parameter or an option
+        :raises RequestError: if the prompt is empty or holds an impossible token id, if ``max_tokens`` does not fit
+            beside it (``client.info.max_model_len``), if a feature has no place in it, if a live request has the same
+            id, or if the engine does not support a sampling parameter or an option
         :raises TooManyRequestsError: if the client has ``max_requests`` live requests and ``when_full="refuse"``
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
@@ -290,6 +292,8 @@ class EngineClient(EngineUtilities):
         tokens = check_prompt(token_ids, embeds, info)
         checked = check_options(info, options, pooling)
         check_sampling(sampling, info)
+        if pooling is None:
+            token_limit(sampling, embeds.shape[0] if tokens is None else len(tokens), info.max_model_len)
         check_features(checked.features, tokens)
         self._session.ids.check_free(check_request_id(request_id))
         return tokens, checked

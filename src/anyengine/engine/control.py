@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 from anyengine.brief import brief
 from anyengine.engine.core import Deferred, EngineCore, EngineRequest, StepOutputs, can_sleep, utilities_of, utility
 from anyengine.engine.sleeping import Sleep
+from anyengine.lengths import token_limit
 from anyengine.types import EngineInfo
 from anyengine.utilities import PauseMode
 
@@ -101,8 +102,11 @@ class SchedulerControl:
     def add_request(self, request: EngineRequest) -> None:
         """Hand a live request to the engine, or hold it while the engine is paused.
 
+        :raises RequestError: if the model's length has no room for it
         :raises Exception: what the engine's ``add_request`` raised; that request is refused
         """
+        if request.pooling is None:
+            request = _with_max_tokens(request, self.info.max_model_len)
         if self.state is SchedulerState.RUNNING:
             self.core.add_request(request)
         else:
@@ -305,3 +309,12 @@ class SchedulerControl:
 
 def _has_no_work() -> bool:
     return False
+
+
+def _with_max_tokens(request: EngineRequest, max_model_len: int) -> EngineRequest:
+    tokens, sampling = request.prompt_token_ids, request.sampling
+    length = request.prompt_embeds.shape[0] if tokens is None else len(tokens)
+    limit = token_limit(sampling, length, max_model_len)
+    if sampling.max_tokens is not None:
+        return request
+    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=limit))

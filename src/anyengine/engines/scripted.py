@@ -27,6 +27,7 @@ from anyengine.engine.core import (
 from anyengine.engines.faults import FaultUtilities
 from anyengine.engines.recorder import RecordingUtilities
 from anyengine.errors import RequestError
+from anyengine.lengths import token_limit
 from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
 
 LoadFault = Literal["raise", "exit", "kill", "hang"]
@@ -48,7 +49,7 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
     :param step_delay: seconds that each step takes
     :param max_num_seqs: requests that run at a time; others wait
     :param vocab_size: counting wraps around here; prompt tokens must be below
-    :param max_model_len: prompt and completion tokens together
+    :param max_model_len: prompt and completion tokens together; by default no request is too long
     :param script: tokens that every request gets instead of counting; its end is a stop
     :param load_seconds: how long loading takes, with a progress report at each tenth
     :param load_fault: what goes wrong halfway through loading: an exception, ``os._exit(3)``, SIGKILL, or nothing more
@@ -61,7 +62,7 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
         step_delay: float = 0.0,
         max_num_seqs: int = 1024,
         vocab_size: int = 32_000,
-        max_model_len: int = 2**24,
+        max_model_len: int = 2**33,
         script: Sequence[int] | None = None,
         load_seconds: float = 0.0,
         load_fault: LoadFault | None = None,
@@ -111,10 +112,6 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
         prompt = request.prompt_token_ids
         if prompt is None:
             raise RequestError("the scripted engine takes prompt_token_ids, not prompt_embeds")
-        if len(prompt) >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but max_model_len is {self._max_model_len} with the completion"
-            )
         largest = max(prompt)
         if largest >= self._vocab_size:
             raise RequestError(f"prompt token id {largest} is not below vocab_size {self._vocab_size}")
@@ -124,7 +121,7 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
                 handle=request.handle,
                 next_token=(prompt[-1] + 1) % self._vocab_size,
                 generated=0,
-                limit=min(sampling.max_tokens, self._max_model_len - len(prompt)),
+                limit=token_limit(sampling, len(prompt), self._max_model_len),
                 stop_token_ids=frozenset(sampling.stop_token_ids),
                 logprobs=sampling.logprobs,
             )

@@ -48,7 +48,7 @@ def decode_sampling(wire: object) -> SamplingParams:
     expect_type("ADD sampling", wire, dict)
     fields = dict(cast("dict[str, Any]", wire))
     for name, value in fields.items():
-        if value is None:
+        if value is None and name != "max_tokens":
             raise ProtocolError(f"ADD carries null for {brief(name)}; what has its default value is left out")
     cbor.expect_value("ADD extra sampling parameters", fields.get("extra"))
     for name in ("stop_token_ids", "allowed_token_ids"):

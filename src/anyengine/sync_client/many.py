@@ -11,6 +11,7 @@ from anyengine.client.checks import check_prompt
 from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.session import EngineSession
 from anyengine.errors import RequestError
+from anyengine.lengths import token_limit
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.sync_client.portal import Portal
 from anyengine.sync_client.portal_call import PortalCall, PortalWait
@@ -21,12 +22,14 @@ class GroupExchange:
     """Hands prompts to a group and results to the caller, in batches and without a task.
 
     :param info: what the engine said of itself
+    :param sampling: how each request is sampled
     """
 
-    def __init__(self, portal: Portal[Any], group: RequestGroup, info: EngineInfo) -> None:
+    def __init__(self, portal: Portal[Any], group: RequestGroup, info: EngineInfo, sampling: SamplingParams) -> None:
         self._portal = portal
         self._group = group
         self._info = info
+        self._sampling = sampling
         self._results: list[IndexedResult] = []
         self._refused: list[IndexedResult] = []
 
@@ -53,7 +56,10 @@ class GroupExchange:
 
     def _check(self, index: int, prompt: Sequence[int]) -> Sequence[int] | None:
         try:
-            return check_prompt(prompt, None, self._info)
+            tokens = check_prompt(prompt, None, self._info)
+            if tokens is not None:
+                token_limit(self._sampling, len(tokens), self._info.max_model_len)
+            return tokens
         except RequestError as error:
             self._refused.append((index, error))
             return None
@@ -113,14 +119,19 @@ def _collect(group: RequestGroup, results: list[IndexedResult], wait: PortalWait
 
 
 def generate_many(
-    portal: Portal[Any], group: RequestGroup, info: EngineInfo, prompts: Iterator[Sequence[int]], max_concurrency: int
+    portal: Portal[Any],
+    group: RequestGroup,
+    info: EngineInfo,
+    sampling: SamplingParams,
+    prompts: Iterator[Sequence[int]],
+    max_concurrency: int,
 ) -> Generator[IndexedResult]:
     """The results of ``prompts`` as they come.
 
     The group is given at most twice as many as it may have under way, so that the end of one request is the start of
     the next.
     """
-    exchange = GroupExchange(portal, group, info)
+    exchange = GroupExchange(portal, group, info, sampling)
     numbered = enumerate(prompts)
     task: PortalCall[object] = PortalCall(group.run, None)
     try:

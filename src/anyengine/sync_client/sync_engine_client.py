@@ -26,6 +26,7 @@ from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.session import HEALTH_TIMEOUT
 from anyengine.client.waiters import without_rows
 from anyengine.errors import EngineClosedError, RequestError
+from anyengine.lengths import token_limit
 from anyengine.params import PoolingParams, RequestKeywords, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.sync_client.handover import StepHandover, StepSubscription
@@ -146,6 +147,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         if prompt is not None and request_id is stall_limit is None and "features" not in options:
             checked = check_options(self.info, options)
             sampling = check_sampling(sampling_params, self.info)
+            token_limit(sampling, len(prompt), self.info.max_model_len)
             request = OneRequest(self._session, prompt, sampling, checked)
             if (completion := request(self._portal)) is not None:
                 return completion
@@ -217,7 +219,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         group = self._portal.call_now(
             functools.partial(RequestGroup, self._session, sampling, checked, max_concurrency)
         )
-        return generate_many(self._portal, group, self.info, iter(prompts), max_concurrency)
+        return generate_many(self._portal, group, self.info, sampling, iter(prompts), max_concurrency)
 
     def add_request(
         self,

@@ -9,12 +9,16 @@ from typing import Any, NoReturn, cast
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anyengine.brief import brief
 from anyengine.errors import ModelError, RequestError
+
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
+"""What rendering raises over a conversation that the template was not made for."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -38,22 +42,55 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception  # pyright: ignore[reportArgumentType]
         environment.globals["strftime_now"] = _strftime_now  # pyright: ignore[reportArgumentType]
         try:
-            self._template = environment.from_string(source)
+            parsed = environment.parse(source)
+            self._names = find_undeclared_variables(parsed) - environment.globals.keys()
+            self._template = environment.from_string(parsed)
         except TemplateError as error:
             raise ModelError(f"the model's chat template is malformed: {error}") from error
 
-    def render(self, messages: object, variables: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        messages: object,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
         """The text of a conversation.
 
+        :param variables: what else the caller says; the template must refer to each that is not None
         :raises TypeError: if ``messages`` is not a sequence of mappings
-        :raises RequestError: if a message has no role or one that nobody knows, or if the template refuses the
-            conversation or fails on it
+        :raises RequestError: if a message has no role or one that nobody knows, if the template refuses the
+            conversation or fails on it, or if it leaves out the tools or refers to no such variable
         """
         checked = self._check(messages)
+        for name, value in variables.items():
+            if value is not None and name not in self._names:
+                raise RequestError(f"{name}={brief(value)}: the model's chat template does not refer to it{self._hint}")
+        given = {"documents": None, "add_generation_prompt": add_generation_prompt, **variables, "messages": checked}
         try:
-            return self._template.render(**{**self._variables, **variables, "messages": checked})
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            text = self._render({**given, "tools": tools})
+        except _FAILURES as error:
             raise RequestError(f"the model's chat template refuses this conversation: {error}") from error
+        if tools and ("tools" not in self._names or self._is_rendered_to(text, {**given, "tools": None})):
+            raise RequestError(
+                "tools: the model's chat template leaves them out of this conversation, so the model would not see them"
+            )
+        return text
+
+    @property
+    def _hint(self) -> str:
+        known = sorted(self._names - {"messages", "tools", "add_generation_prompt", *self._variables})
+        return f"; it knows {', '.join(known)}" if known else ""
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
+        return self._template.render(**{**self._variables, **variables})
+
+    def _is_rendered_to(self, text: str, variables: Mapping[str, Any]) -> bool:
+        try:
+            return self._render(variables) == text
+        except _FAILURES:
+            return False
 
     def _check(self, messages: object) -> Sequence[Mapping[str, Any]]:
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):

@@ -120,18 +120,18 @@ class ModelText:
         """The tokens of a conversation, by the model's chat template.
 
         :param messages: each with ``"role"``, ``"content"`` and whatever else the template knows
-        :param tools: the functions that the model may call, as JSON schemas
+        :param tools: the functions that the model may call, as JSON schemas; refused if the template does not show them
+            to the model
         :param add_generation_prompt: whether the assistant speaks next
-        :param variables: more that the template refers to, as ``enable_thinking``
+        :param variables: more that the template refers to, as ``enable_thinking``; refused if it does not
         :raises TypeError: if ``messages`` is not a list of mappings
         :raises ModelError: if the model has no chat template, or one that is malformed, or a package is missing
-        :raises RequestError: if a message has no role or one that nobody knows, or if the template refuses the
-            conversation
+        :raises RequestError: if a message has no role or one that nobody knows, if the template refuses the
+            conversation, leaves out the tools, or does not refer to one of the variables
         """
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
-        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
-        # The template has written the special tokens.
-        return self.encode(template.render(messages, given), add_special_tokens=False)
+        text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self.encode(text, add_special_tokens=False)  # the template has written the special tokens
 
     def _template(self, name: str) -> ChatTemplate:
         if name not in self._templates:

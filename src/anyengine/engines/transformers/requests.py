@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from anyengine.engine.core import EngineRequest, OutputDetails
 from anyengine.engines.transformers.scheduler import Request
 from anyengine.errors import RequestError
+from anyengine.lengths import token_limit
 from anyengine.params import SamplingParams
 from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
 
@@ -31,13 +32,9 @@ def accept(request: EngineRequest, info: EngineInfo, model: CausalModel, sampler
         raise RequestError(f"the transformers engine does not support {names}")
     embeds = None if request.prompt_embeds is None else model.as_embeds(request.prompt_embeds)
     tokens = [0] * len(embeds) if embeds is not None else list(request.prompt_token_ids or ())
-    length, limit = len(tokens), info.max_model_len
+    length = len(tokens)
     if not tokens:
         raise RequestError("the prompt is empty")
-    if length >= limit:
-        raise RequestError(
-            f"the prompt has {length} tokens, but max_model_len={limit} leaves room for at most {limit - 1}"
-        )
     if max(tokens) >= model.vocab_size:
         raise RequestError(f"the prompt holds token {max(tokens)}: the model has {model.vocab_size} tokens")
     if params.prompt_logprobs is not None:
@@ -53,7 +50,7 @@ def accept(request: EngineRequest, info: EngineInfo, model: CausalModel, sampler
         handle=request.handle,
         tokens=tokens,
         prompt_length=length,
-        limit=min(length + params.max_tokens, limit),
+        limit=length + token_limit(params, length, info.max_model_len),
         sampling=sampler.start(params, tokens if embeds is None else ()),
         embeds=embeds,
         prompt_logprobs=None if params.prompt_logprobs is None else [{}],

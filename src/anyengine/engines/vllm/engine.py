@@ -56,7 +56,8 @@ class VllmEngine(VllmUtilities):
         """Load the model as vLLM does.
 
         :raises ImportError: if this version of vLLM lacks something that is needed
-        :raises ValueError: if the model is a mixture of experts, and this engine one of several ranks
+        :raises ValueError: if the model is a mixture of experts, and this engine one of several ranks; or if its
+            experts are to be shared out on the CPU
         :raises WorkerDiedError: if a worker has died, or could not start
         :raises Exception: what vLLM raised
         """

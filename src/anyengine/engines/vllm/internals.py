@@ -11,6 +11,7 @@ from typing import Any
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.vllm.adapters import SPARE_PLACES, Adapters
 from anyengine.engines.vllm.calls import call_workers, with_guarded_calls
+from anyengine.engines.vllm.experts import check_experts
 from anyengine.engines.vllm.features import engine_input, tokens_beside
 from anyengine.engines.vllm.installed import find, import_vllm
 from anyengine.engines.vllm.leftovers import files_in, scratch_directory, start_resource_tracker
@@ -47,6 +48,7 @@ class VllmCore:
         args = engine_args({**arguments, "mm_processor_cache_gb": 0})
         usage = find("vllm.usage.usage_lib:UsageContext").ENGINE_CONTEXT
         self.config: Any = args.create_engine_config(usage)
+        check_experts(self.config)
         rank.apply_to(self.config)
         # Configurations that come with a model's own code are to reach worker processes.
         find("vllm.transformers_utils.config:maybe_register_config_serialize_by_value")()

@@ -35,16 +35,9 @@ class Rank(NamedTuple):
         Ranks of a model that is no mixture of experts have nothing to do with each other. What is left of the rank
         chooses the devices and NUMA nodes, makes the seed of requests without one, and names connectors and topics.
 
-        :raises ValueError: if the model is a mixture of experts
         :raises Exception: what vLLM raised, if this host has no devices for this rank
         """
         parallel = config.parallel_config
-        if parallel.data_parallel_size > 1 and config.model_config.is_moe:
-            raise ValueError(
-                f"data_parallel_size={parallel.data_parallel_size}: the ranks of a mixture of experts have to step "
-                "together, idle ones included, and engines with clients of their own do not; "
-                "set tensor_parallel_size, with enable_expert_parallel=True, or run engines without data_parallel_size"
-            )
         if self.size == 1:
             return
         parallel.data_parallel_rank_local = self.local
