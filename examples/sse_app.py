@@ -26,7 +26,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from _common import Model
-from anyengine import EngineClient, EngineClosedError, EngineError, ModelError, RequestError, SamplingParams
+from anyengine import (
+    EngineClient,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    ModelError,
+    RequestFailedError,
+    RequestStalledError,
+    SamplingParams,
+    TooManyRequestsError,
+)
 from anyengine.text import TextStream
 
 
@@ -127,10 +137,19 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": data, "more_body": not last})
 
 
+STATUS: list[tuple[type[Exception] | tuple[type[Exception], ...], int]] = [
+    (TooManyRequestsError, 429),
+    (RequestStalledError, 504),
+    (RequestFailedError, 500),
+    ((EngineDeadError, EngineClosedError), 503),
+    ((TypeError, ValueError, ModelError), 400),  # a request that cannot be
+]
+
+
 def failure(error: Exception) -> Response:
-    """400 for a request that cannot be, 503 for an engine that is dead or closing."""
-    is_engines_fault = isinstance(error, EngineError) and not isinstance(error, RequestError | ModelError)
-    return JSONResponse({"error": summary(error)}, status_code=503 if is_engines_fault else 400)
+    """The status says whose fault it was, the first line of the message what was wrong."""
+    status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+    return JSONResponse({"error": summary(error)}, status_code=status)
 
 
 def summary(error: Exception) -> str:

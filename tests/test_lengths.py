@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anyengine import RequestError, SamplingParams
+from anyengine import RequestRefusedError, SamplingParams
 from anyengine.lengths import token_limit
 
 
@@ -25,5 +25,5 @@ def test_tokens_beside_a_prompt(sampling: SamplingParams, prompt_length: int, ex
     if isinstance(expected, int):
         assert token_limit(sampling, prompt_length, 32) == expected
         return
-    with pytest.raises(RequestError, match=expected):
+    with pytest.raises(RequestRefusedError, match=expected):
         token_limit(sampling, prompt_length, 32)

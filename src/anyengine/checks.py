@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyengine.brief import brief
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 
 
 def require(fits: bool, where: str, value: object, expected: str) -> None:
@@ -21,8 +21,8 @@ def require_integer(where: str, value: Any, low: int, high: int) -> None:
     """Check an integer of a request.
 
     :raises TypeError: if ``value`` is no integer
-    :raises RequestError: if it is not ``low`` to ``high``
+    :raises RequestRefusedError: if it is not ``low`` to ``high``
     """
     require(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
     if not low <= value <= high:
-        raise RequestError(f"{where}={brief(value)}: expected {low} to {high}")
+        raise RequestRefusedError(f"{where}={brief(value)}: expected {low} to {high}")

@@ -150,25 +150,31 @@ class EngineClosedError(EngineError):
     """The call came after the client's block was left, or while it was being left."""
 
 
-class RequestError(EngineError, ValueError):
-    """One request was refused or failed; the engine and every other request go on.
+class RequestError(EngineError):
+    """One request ended for an error; the engine and every other request go on. The subclass says whose fault it was.
 
-    Raised at the call when the client can tell, and from the request's stream when the engine refuses it.
+    The same types are raised at the call, when the client can tell, and from the request's stream, when the engine
+    can. An engine may raise each of them from ``add_request``.
     """
 
 
+class RequestRefusedError(RequestError, ValueError):
+    """The request asks for what cannot be: a value out of its range, or something that the engine does not have."""
+
+
+class RequestFailedError(RequestError):
+    """The engine failed at the request, in which nothing was found to be wrong; it may go well the next time."""
+
+
 class TooManyRequestsError(RequestError):
-    """The client has as many live requests as it may have (``limit``), and this one was not to wait."""
+    """The client, or its engine, has as many requests as it takes, and this one was not to wait.
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(limit)
+    ``limit`` is how many that are, where the client itself refused it.
+    """
+
+    def __init__(self, message: str, limit: int | None = None) -> None:
+        super().__init__(message)
         self.limit = limit
-
-    def __str__(self) -> str:
-        return (
-            f"the client has {self.limit} live requests, which is its max_requests; wait for one to end or cancel one, "
-            f"or open the client with when_full='wait'"
-        )
 
 
 class RequestStalledError(RequestError, TimeoutError):

@@ -20,11 +20,20 @@ from anyengine.client.checks import (
 from anyengine.engine.control import SchedulerControl
 from anyengine.engine.core import Deferred, EngineCore, engine_request
 from anyengine.engine.failures import describe_failure, message_of
-from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, RequestError, UtilityError
+from anyengine.errors import (
+    CrashReport,
+    EngineClosedError,
+    EngineDeadError,
+    RequestError,
+    RequestFailedError,
+    RequestRefusedError,
+    UtilityError,
+)
 from anyengine.lengths import token_limit
 from anyengine.params import PoolingParams, RequestKeywords, SamplingParams
+from anyengine.protocol.error_kinds import kind_of
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
-from anyengine.types import EngineInfo, FinishReason
+from anyengine.types import EngineInfo
 from anyengine.utilities import BlockingEngineUtilities
 
 _DEFAULT_SAMPLING = SamplingParams()
@@ -108,8 +117,9 @@ class InprocEngineClient(BlockingEngineUtilities):
         :param request_id: a name for logs and errors, free again when the request has ended
         :param options: what else the request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type
-        :raises RequestError: if the prompt is empty or holds an impossible token id, if ``max_tokens`` does not fit
-            beside it, if a live request has the same id, or if the engine refuses the request
+        :raises RequestRefusedError: if the prompt is empty or holds an impossible token id, if ``max_tokens`` does not
+            fit beside it, if a live request has the same id, or if the engine refuses the request
+        :raises RequestFailedError: if the engine failed at it
         :raises EngineDeadError: if the engine is broken
         :raises EngineClosedError: if the client is closed
         """
@@ -122,7 +132,7 @@ class InprocEngineClient(BlockingEngineUtilities):
             token_limit(sampling, prompt_embeds.shape[0] if tokens is None else len(tokens), self.info.max_model_len)
         check_features(checked.features, tokens)
         if check_request_id(request_id) is not None and request_id in self._ids.values():
-            raise RequestError(f"request_id={brief(request_id)}: a live request has this id")
+            raise RequestRefusedError(f"request_id={brief(request_id)}: a live request has this id")
         handle = next(self._handles)
         request = engine_request(handle, tokens, prompt_embeds, sampling, checked)
         try:
@@ -130,7 +140,7 @@ class InprocEngineClient(BlockingEngineUtilities):
         except RequestError:
             raise
         except Exception as error:
-            raise RequestError(_problem(error)) from error
+            raise RequestFailedError(_problem(error)) from error
         self._live.add(handle)
         if request_id is not None:
             self._ids[handle] = request_id
@@ -213,13 +223,14 @@ class InprocEngineClient(BlockingEngineUtilities):
 
     def _release(self, handles: Sequence[int]) -> None:
         for handle in handles:
-            self._end(handle, "abort", None)
+            self._end(handle, OutputDetails(finish_reason="abort"))
 
     def _refuse(self, handle: int, error: Exception) -> None:
-        self._end(handle, "error", message_of(error) if isinstance(error, RequestError) else _problem(error))
+        problem = message_of(error) if isinstance(error, RequestError) else _problem(error)
+        self._end(handle, OutputDetails(finish_reason="error", error=problem, error_kind=kind_of(error)))
 
-    def _end(self, handle: int, reason: FinishReason, problem: str | None) -> None:
-        self._rows.append((handle, (), OutputDetails(finish_reason=reason, error=problem)))
+    def _end(self, handle: int, details: OutputDetails) -> None:
+        self._rows.append((handle, (), details))
         self._forget(handle)
 
     def _forget(self, handle: int) -> None:

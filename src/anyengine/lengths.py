@@ -6,7 +6,7 @@ engine's next life may have a shorter model.
 
 from __future__ import annotations
 
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.params import SamplingParams
 
 
@@ -14,11 +14,11 @@ def token_limit(sampling: SamplingParams, prompt_length: int, max_model_len: int
     """How many tokens a request may generate: its ``max_tokens``, or as many as fit where that is None.
 
     :param prompt_length: in tokens
-    :raises RequestError: if so many tokens do not fit beside the prompt, or not even one, or not ``min_tokens``
+    :raises RequestRefusedError: if so many tokens do not fit beside the prompt, or not even one, or not ``min_tokens``
     """
     room = max_model_len - prompt_length
     if room < 1:
-        raise RequestError(
+        raise RequestRefusedError(
             f"the prompt has {prompt_length} tokens, but max_model_len is {max_model_len} with the completion: "
             f"expected a prompt of at most {max_model_len - 1}"
         )
@@ -27,7 +27,7 @@ def token_limit(sampling: SamplingParams, prompt_length: int, max_model_len: int
     else:
         wanted, what = sampling.max_tokens, f"max_tokens={sampling.max_tokens}"
     if wanted > room:
-        raise RequestError(
+        raise RequestRefusedError(
             f"SamplingParams.{what}: expected at most {room}, for the prompt has {prompt_length} tokens and "
             f"max_model_len is {max_model_len} with the completion; max_tokens=None asks for as many as fit"
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from anyengine.brief import brief
 from anyengine.checks import require, require_integer
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.types import U32_MAX
 
 Batching = Literal["batched", "flat", "shared"]
@@ -33,7 +33,7 @@ class MultiModalField:
     :param dim: the dimension along which ``"flat"`` ones are joined
     :param keep_on_cpu: whether the model wants it in the host's memory
     :raises TypeError: if a parameter has the wrong type
-    :raises RequestError: if a value is out of its range
+    :raises RequestRefusedError: if a value is out of its range
     """
 
     data: Any
@@ -45,7 +45,7 @@ class MultiModalField:
         object.__setattr__(self, "data", _copied(self.data, 0))
         require(isinstance(self.batching, str), "MultiModalField.batching", self.batching, "a string")
         if self.batching not in BATCHINGS:
-            raise RequestError(
+            raise RequestRefusedError(
                 f"MultiModalField.batching={brief(self.batching)}: expected one of {', '.join(BATCHINGS)}"
             )
         require_integer("MultiModalField.dim", self.dim, -_MAX_DIMENSIONS, _MAX_DIMENSIONS - 1)
@@ -66,7 +66,7 @@ class MultiModalFeature:
         None means of all of them. There must be as many such tokens as the encoder makes embeddings of the item: how
         many that is only the model knows for every item, and an engine may end of it
     :raises TypeError: if a parameter has the wrong type
-    :raises RequestError: if a value is out of its range
+    :raises RequestRefusedError: if a value is out of its range
     """
 
     modality: str
@@ -81,14 +81,14 @@ class MultiModalFeature:
             value: object = getattr(self, name)
             require(isinstance(value, str), f"MultiModalFeature.{name}", value, "a string")
             if not value:
-                raise RequestError(f"MultiModalFeature.{name}='': expected at least one character")
+                raise RequestRefusedError(f"MultiModalFeature.{name}='': expected at least one character")
         require_integer("MultiModalFeature.offset", self.offset, 0, U32_MAX)
         require_integer("MultiModalFeature.length", self.length, 1, U32_MAX)
         fields: object = self.fields
         require(isinstance(fields, Mapping), "MultiModalFeature.fields", fields, "a mapping")
         named = dict(cast("Mapping[object, object]", fields))
         if not named:
-            raise RequestError("MultiModalFeature.fields={}: expected at least one")
+            raise RequestRefusedError("MultiModalFeature.fields={}: expected at least one")
         for name, field in named.items():
             require(isinstance(name, str), "MultiModalFeature.fields", name, "string keys")
             is_field = isinstance(field, MultiModalField)
@@ -98,7 +98,7 @@ class MultiModalFeature:
             require(_is_mask(self.is_embed), "MultiModalFeature.is_embed", self.is_embed, "an array of booleans")
             shape = tuple(self.is_embed.shape)
             if shape != (self.length,):
-                raise RequestError(
+                raise RequestRefusedError(
                     f"MultiModalFeature.is_embed of shape {list(shape)}: expected [{self.length}], as length says"
                 )
 
@@ -120,11 +120,11 @@ class MultiModalFeature:
 def check_places(features: Sequence[MultiModalFeature], prompt_length: int) -> None:
     """Refuse features that are not in the prompt, or of which two take the place of one token.
 
-    :raises RequestError: if there is one; the message names it
+    :raises RequestRefusedError: if there is one; the message names it
     """
     for index, feature in enumerate(features):
         if feature.end > prompt_length:
-            raise RequestError(
+            raise RequestRefusedError(
                 f"features[{index}] takes up the tokens {feature.offset} to {feature.end - 1}: the prompt has "
                 f"{prompt_length}"
             )
@@ -136,7 +136,7 @@ def check_places(features: Sequence[MultiModalFeature], prompt_length: int) -> N
     for feature in ordered:
         own = feature.places()
         if twice := taken & own:
-            raise RequestError(f"features: two of them take the place of token {min(twice)} of the prompt")
+            raise RequestRefusedError(f"features: two of them take the place of token {min(twice)} of the prompt")
         taken |= own
 
 
@@ -144,7 +144,7 @@ def _copied(data: object, depth: int) -> Any:
     # Lists are copied, so that nothing the caller does later changes a request that is under way; arrays are not.
     if isinstance(data, list | tuple):
         if depth == _MAX_NESTING:
-            raise RequestError(f"MultiModalField.data: nested deeper than {_MAX_NESTING} lists, or a cycle")
+            raise RequestRefusedError(f"MultiModalField.data: nested deeper than {_MAX_NESTING} lists, or a cycle")
         return [_copied(item, depth + 1) for item in cast("Sequence[object]", data)]
     is_number = isinstance(data, int | float) and not isinstance(data, bool)
     expected = "a tensor, an array, a number, or a list of these"

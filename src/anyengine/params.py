@@ -14,7 +14,7 @@ from typing import Any, TypedDict, cast
 
 from anyengine.brief import brief
 from anyengine.checks import require, require_integer
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.keywords import explain_unknown
 from anyengine.multimodal import MultiModalFeature
 from anyengine.types import U32_MAX
@@ -42,7 +42,7 @@ class StructuredOutputs:
         if self.choice is not None:
             require(_is_list_of_strings(self.choice), "StructuredOutputs.choice", self.choice, "a list of strings")
             if not self.choice:
-                raise RequestError("StructuredOutputs.choice=[]: expected at least one choice")
+                raise RequestRefusedError("StructuredOutputs.choice=[]: expected at least one choice")
         for name, kinds, expected in (
             ("json", (str, Mapping), "a JSON schema as a string or a mapping"),
             ("regex", (str,), "a string"),
@@ -77,7 +77,7 @@ class SamplingParams:
     that differs from its default is refused by name at the call.
 
     :raises TypeError: if there is no such field, or one has the wrong type
-    :raises RequestError: if a value is out of its range
+    :raises RequestRefusedError: if a value is out of its range
     """
 
     max_tokens: int | None = 16
@@ -120,7 +120,9 @@ class SamplingParams:
                 value = {}
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"SamplingParams.min_tokens={self.min_tokens}: more than max_tokens={self.max_tokens}")
+            raise RequestRefusedError(
+                f"SamplingParams.min_tokens={self.min_tokens}: more than max_tokens={self.max_tokens}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ class PoolingParams:
     leaves the choice.
 
     :raises TypeError: if a field has the wrong type
-    :raises RequestError: if a value is out of its range
+    :raises RequestRefusedError: if a value is out of its range
     """
 
     task: str = "embed"
@@ -152,7 +154,7 @@ class LoRARequest:
     """A LoRA adapter, by vLLM's names: ``lora_path`` is where the engine finds it, ``lora_int_id`` its number there.
 
     :raises TypeError: if a field has the wrong type
-    :raises RequestError: if the number is below 1, or a string is empty
+    :raises RequestRefusedError: if the number is below 1, or a string is empty
     """
 
     lora_name: str
@@ -164,7 +166,7 @@ class LoRARequest:
             value: object = getattr(self, name)
             require(isinstance(value, str), f"LoRARequest.{name}", value, "a string")
             if not value:
-                raise RequestError(f"LoRARequest.{name}='': expected at least one character")
+                raise RequestRefusedError(f"LoRARequest.{name}='': expected at least one character")
         require_integer("LoRARequest.lora_int_id", self.lora_int_id, 1, U32_MAX)
 
 
@@ -199,7 +201,7 @@ class RequestOptions:
     """:class:`RequestKeywords` as they reach an engine, and how the prompt is to be pooled, if it is.
 
     :raises TypeError: if a field has the wrong type
-    :raises RequestError: if a value is out of its range
+    :raises RequestRefusedError: if a value is out of its range
     """
 
     priority: int = 0
@@ -213,7 +215,7 @@ class RequestOptions:
         if self.cache_salt is not None:
             require(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, "a string")
             if not self.cache_salt:
-                raise RequestError("cache_salt='': expected at least one character, or None")
+                raise RequestRefusedError("cache_salt='': expected at least one character, or None")
         for name, kind in (("lora", LoRARequest), ("pooling", PoolingParams)):
             value: object = getattr(self, name)
             require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__}")
@@ -248,7 +250,7 @@ def _number(low: float, high: float, *, above: bool = False) -> _Check:
         if not inside or abs(value) > sys.float_info.max:  # an integer may be too large for a float
             comparison = "above" if above else "at least"
             limit = "" if math.isinf(high) else f" and at most {high:g}"
-            raise RequestError(f"{where}={brief(value)}: expected {comparison} {low:g}{limit}")
+            raise RequestRefusedError(f"{where}={brief(value)}: expected {comparison} {low:g}{limit}")
         return value
 
     return check
@@ -270,14 +272,14 @@ def _tokens(where: str, value: Any) -> Any:
     for token in tokens:
         require(isinstance(token, int) and not isinstance(token, bool), where, token, "integer token ids")
         if not 0 <= token <= U32_MAX:
-            raise RequestError(f"{where} holds {token!r}: a token id is 0 to {U32_MAX}")
+            raise RequestRefusedError(f"{where} holds {token!r}: a token id is 0 to {U32_MAX}")
     return tuple(tokens)
 
 
 def _allowed_tokens(where: str, value: Any) -> Any:
     tokens = _tokens(where, value)
     if not tokens:
-        raise RequestError(f"{where}=[]: expected at least one token id")
+        raise RequestRefusedError(f"{where}=[]: expected at least one token id")
     return tokens
 
 
@@ -288,7 +290,7 @@ def _biases(where: str, value: Any) -> Any:
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
         require(is_number, f"{where}[{token}]", bias, "a number")
         if not abs(bias) <= sys.float_info.max:
-            raise RequestError(f"{where}[{token}]={brief(bias)}: expected a finite number")
+            raise RequestRefusedError(f"{where}[{token}]={brief(bias)}: expected a finite number")
     return dict(value)
 
 

@@ -18,7 +18,7 @@ from anyengine import (
     ConnectionKeys,
     EngineClient,
     EngineDeadError,
-    RequestError,
+    RequestFailedError,
     RestartPolicy,
     SamplingParams,
     ShutdownPolicy,
@@ -167,7 +167,7 @@ async def test_what_is_wrong_with_a_guest_ends_neither_the_engine_nor_the_owner(
             await generate_many(guest, 0, 3)
             session = guest._session
             session.link.machine._handles = iter([2**60])
-            with pytest.raises(RequestError, match="56 bits"):
+            with pytest.raises(RequestFailedError, match="56 bits"):
                 await guest.generate([0])
 
 

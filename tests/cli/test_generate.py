@@ -163,5 +163,5 @@ def test_a_prompt_that_is_too_long(sandbox: Sandbox) -> None:
     result = sandbox.run([*RECITING, "generate", "word " * 9000])
     assert result.returncode == 1
     assert result.stdout == ""
-    assert re.search(r"^anyengine: RequestError: the prompt has 900\d tokens", result.stderr, re.MULTILINE)
+    assert re.search(r"^anyengine: RequestRefusedError: the prompt has 900\d tokens", result.stderr, re.MULTILINE)
     assert "Traceback" not in result.stderr

@@ -10,7 +10,7 @@ from tests.client.lane_engine import digest
 from tests.client.options_engine import OptionsEngine
 
 from anyengine.engine import EngineRequest, OutputDetails, ProgressReporter, StepOutputs, from_rows
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.multimodal import MultiModalFeature, MultiModalField
 
 
@@ -33,7 +33,7 @@ class FeaturesEngine(OptionsEngine):
 
     def add_request(self, request: EngineRequest) -> None:
         if any(feature.modality == "smell" for feature in request.features):
-            raise RequestError("this model has no nose")
+            raise RequestRefusedError("this model has no nose")
         super().add_request(request)
 
     def step(self) -> StepOutputs:

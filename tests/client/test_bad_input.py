@@ -13,7 +13,7 @@ from anyengine import (
     EngineClient,
     EngineError,
     EngineSpec,
-    RequestError,
+    RequestRefusedError,
     SamplingParams,
     ShutdownPolicy,
     StructuredOutputs,
@@ -41,11 +41,11 @@ async def client(anyio_backend: str) -> AsyncIterator[EngineClient]:
 @pytest.mark.parametrize(
     ("prompt", "error", "words"),
     [
-        ([], RequestError, ["prompt_token_ids", "at least one"]),
+        ([], RequestRefusedError, ["prompt_token_ids", "at least one"]),
         ("text", TypeError, ["prompt_token_ids", "'text'", "tokenize"]),
         (b"text", TypeError, ["prompt_token_ids"]),
-        ([1, -1], RequestError, ["prompt_token_ids[1]=-1", "4294967295"]),
-        ([2**32], RequestError, ["prompt_token_ids[0]=4294967296"]),
+        ([1, -1], RequestRefusedError, ["prompt_token_ids[1]=-1", "4294967295"]),
+        ([2**32], RequestRefusedError, ["prompt_token_ids[0]=4294967296"]),
         ([1, 2.5], TypeError, ["prompt_token_ids[1]=2.5", "float"]),
         ([1, "2"], TypeError, ["prompt_token_ids[1]='2'"]),
         ([None], TypeError, ["prompt_token_ids[0]=None"]),
@@ -76,7 +76,7 @@ async def test_prompts(client: EngineClient, prompt: Any, error: type[Exception]
         ({"json": [1]}, TypeError, "JSON schema"),
         ({"choice": "yes"}, TypeError, "list of strings"),
         ({"choice": ["yes", 1]}, TypeError, "list of strings"),
-        ({"choice": []}, RequestError, "at least one choice"),
+        ({"choice": []}, RequestRefusedError, "at least one choice"),
     ],
 )
 def test_structured_outputs(fields: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -91,9 +91,9 @@ async def test_embeddings_that_the_engine_does_not_take(client: EngineClient) ->
         client.open_request(prompt_embeds=[[1.0]])
     with pytest.raises(TypeError, match="exactly one"):
         client.open_request([1], prompt_embeds=numpy.zeros((1, 2)))
-    with pytest.raises(RequestError, match=r"shape \[3\]"):
+    with pytest.raises(RequestRefusedError, match=r"shape \[3\]"):
         client.open_request(prompt_embeds=numpy.zeros(3))
-    with pytest.raises(RequestError, match="'scripted' takes prompt_token_ids only"):
+    with pytest.raises(RequestRefusedError, match="'scripted' takes prompt_token_ids only"):
         client.open_request(prompt_embeds=numpy.zeros((1, 2)))
 
 
@@ -107,28 +107,28 @@ async def test_numpy_token_ids_are_taken(client: EngineClient) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"max_tokens": 0}, RequestError, ["max_tokens=0"]),
+        ({"max_tokens": 0}, RequestRefusedError, ["max_tokens=0"]),
         ({"max_tokens": "4"}, TypeError, ["max_tokens='4'"]),
         ({"max_tokens": True}, TypeError, ["max_tokens=True"]),
-        ({"min_tokens": 20, "max_tokens": 10}, RequestError, ["min_tokens=20", "max_tokens=10"]),
-        ({"temperature": -0.1}, RequestError, ["temperature=-0.1"]),
-        ({"temperature": float("nan")}, RequestError, ["temperature=nan"]),
-        ({"temperature": float("inf")}, RequestError, ["temperature=inf"]),
-        ({"temperature": 10**400}, RequestError, ["temperature=1000"]),
-        ({"logit_bias": {5: 10**400}}, RequestError, ["logit_bias[5]", "finite"]),
-        ({"logit_bias": {5: float("nan")}}, RequestError, ["logit_bias[5]=nan"]),
-        ({"top_p": 0.0}, RequestError, ["top_p=0.0"]),
-        ({"top_p": 1.5}, RequestError, ["top_p=1.5"]),
-        ({"top_k": -2}, RequestError, ["top_k=-2"]),
+        ({"min_tokens": 20, "max_tokens": 10}, RequestRefusedError, ["min_tokens=20", "max_tokens=10"]),
+        ({"temperature": -0.1}, RequestRefusedError, ["temperature=-0.1"]),
+        ({"temperature": float("nan")}, RequestRefusedError, ["temperature=nan"]),
+        ({"temperature": float("inf")}, RequestRefusedError, ["temperature=inf"]),
+        ({"temperature": 10**400}, RequestRefusedError, ["temperature=1000"]),
+        ({"logit_bias": {5: 10**400}}, RequestRefusedError, ["logit_bias[5]", "finite"]),
+        ({"logit_bias": {5: float("nan")}}, RequestRefusedError, ["logit_bias[5]=nan"]),
+        ({"top_p": 0.0}, RequestRefusedError, ["top_p=0.0"]),
+        ({"top_p": 1.5}, RequestRefusedError, ["top_p=1.5"]),
+        ({"top_k": -2}, RequestRefusedError, ["top_k=-2"]),
         ({"seed": 1.5}, TypeError, ["seed=1.5"]),
-        ({"seed": 2**63}, RequestError, ["seed="]),
-        ({"stop_token_ids": [-1]}, RequestError, ["stop_token_ids", "-1"]),
+        ({"seed": 2**63}, RequestRefusedError, ["seed="]),
+        ({"stop_token_ids": [-1]}, RequestRefusedError, ["stop_token_ids", "-1"]),
         ({"stop_token_ids": ["x"]}, TypeError, ["stop_token_ids", "'x'"]),
         ({"stop_token_ids": 5}, TypeError, ["stop_token_ids=5"]),
         ({"logit_bias": {1: "x"}}, TypeError, ["logit_bias[1]", "'x'"]),
-        ({"logit_bias": {2**32: 1.0}}, RequestError, ["logit_bias", str(2**32)]),
-        ({"allowed_token_ids": []}, RequestError, ["allowed_token_ids"]),
-        ({"repetition_penalty": 0}, RequestError, ["repetition_penalty=0"]),
+        ({"logit_bias": {2**32: 1.0}}, RequestRefusedError, ["logit_bias", str(2**32)]),
+        ({"allowed_token_ids": []}, RequestRefusedError, ["allowed_token_ids"]),
+        ({"repetition_penalty": 0}, RequestRefusedError, ["repetition_penalty=0"]),
         ({"structured_outputs": "json"}, TypeError, ["structured_outputs='json'"]),
         ({"extra": {1: 2}}, TypeError, ["extra", "string keys"]),
         ({"max_tokens": "12"}, TypeError, ["max_tokens='12'", "integer"]),
@@ -160,9 +160,9 @@ def test_structured_outputs_take_exactly_one_shape() -> None:
 
 
 async def test_what_the_engine_does_not_support_is_refused_by_name(client: EngineClient) -> None:
-    with pytest.raises(RequestError, match=r"top_p=0\.5.*'scripted' does not support it; it supports max_tokens"):
+    with pytest.raises(RequestRefusedError, match=r"top_p=0\.5.*'scripted' does not support it; it supports max_"):
         client.open_request([1], SamplingParams(top_p=0.5))
-    with pytest.raises(RequestError, match="structured_outputs"):
+    with pytest.raises(RequestRefusedError, match="structured_outputs"):
         client.open_request([1], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
     with pytest.raises(TypeError, match="sampling_params"):
         client.open_request([1], {"max_tokens": 4})  # type: ignore[arg-type]
@@ -174,18 +174,18 @@ async def test_max_tokens_fit_beside_the_prompt_or_are_refused_at_the_call(clien
     completion = await client.generate(prompt, SamplingParams(max_tokens=None))
     assert (len(completion.token_ids), completion.finish_reason) == (20, "length")
     refused = r"max_tokens=21: expected at most 20, for the prompt has 12 tokens and max_model_len is 32"
-    with pytest.raises(RequestError, match=refused):
+    with pytest.raises(RequestRefusedError, match=refused):
         client.open_request(prompt, SamplingParams(max_tokens=21))
     for call in (client.generate, client.add_request):
-        with pytest.raises(RequestError, match=refused):
+        with pytest.raises(RequestRefusedError, match=refused):
             await call(prompt, SamplingParams(max_tokens=21))
     for length in (32, 40):
-        with pytest.raises(RequestError, match=f"prompt has {length} tokens, but max_model_len is 32"):
+        with pytest.raises(RequestRefusedError, match=f"prompt has {length} tokens, but max_model_len is 32"):
             client.open_request([1] * length, SamplingParams(max_tokens=None))
     assert client.statistics().live_requests == 0
 
 
-@pytest.mark.parametrize(("request_id", "error"), [("", RequestError), (7, TypeError)])
+@pytest.mark.parametrize(("request_id", "error"), [("", RequestRefusedError), (7, TypeError)])
 async def test_request_ids(client: EngineClient, request_id: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="request_id"):
         client.open_request([1], request_id=request_id)
@@ -193,7 +193,7 @@ async def test_request_ids(client: EngineClient, request_id: Any, error: type[Ex
 
 async def test_what_the_engine_refuses_fails_that_request_alone(client: EngineClient) -> None:
     async with client.open_request([1], SamplingParams(max_tokens=20)) as other:
-        with pytest.raises(RequestError, match="100 is not below vocab_size 100"):
+        with pytest.raises(RequestRefusedError, match="100 is not below vocab_size 100"):
             async with client.open_request([100]) as request:
                 async for _ in request:
                     pass

@@ -18,7 +18,7 @@ from anyengine import (
     InprocEngineClient,
     MultiModalFeature,
     MultiModalField,
-    RequestError,
+    RequestRefusedError,
     UnencodableError,
     open_engine_client,
     open_sync_engine_client,
@@ -75,7 +75,7 @@ def test_the_sync_client_passes_them_on(backend: Any) -> None:
         client.add_request(PROMPT, features=FEATURES)
         (details,) = client.get_output().details.values()
         assert details.events == TOLD
-        with pytest.raises(RequestError, match="features have their places in one prompt"):
+        with pytest.raises(RequestRefusedError, match="features have their places in one prompt"):
             client.generate_many([PROMPT, PROMPT], features=FEATURES)
 
 
@@ -84,7 +84,7 @@ def test_the_in_process_client_passes_them_on() -> None:
         client.add_request(PROMPT, features=FEATURES)
         (details,) = client.get_output().details.values()
         assert details.events == TOLD
-        with pytest.raises(RequestError, match="the prompt has 2"):
+        with pytest.raises(RequestRefusedError, match="the prompt has 2"):
             client.add_request([1, 2], features=FEATURES)
 
 
@@ -131,15 +131,15 @@ async def test_what_has_no_place_in_the_prompt_is_refused_at_the_call(client: En
         ([image(0, 12), image(2), image(6)], "two of them take the place of token 2 of the prompt"),
         ([image(0, 4, is_embed=both), image(1, 4, is_embed=both)], "two of them take the place of token 1"),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestRefusedError, match=message):
             await client.generate(PROMPT, features=features)
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestRefusedError, match=message):
             client.open_request(PROMPT, features=features)
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestRefusedError, match=message):
             await client.add_request(PROMPT, features=features)
     turns = [image(0, 4, is_embed=both), image(0, 4, is_embed=numpy.array([False, False, True, True]))]
     assert (await client.generate(PROMPT, features=turns)).events == told(turns)
-    with pytest.raises(RequestError, match="two of them take the place"):
+    with pytest.raises(RequestRefusedError, match="two of them take the place"):
         await client.encode(PROMPT, features=[image(1), image(1)])
     with pytest.raises(TypeError, match=r"features=5 \(int\): expected a sequence of MultiModalFeature"):
         await client.generate(PROMPT, features=5)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ async def test_what_has_no_place_in_the_prompt_is_refused_at_the_call(client: En
 async def test_what_fails_later_fails_alone(client: EngineClient) -> None:
     with pytest.raises(UnencodableError, match=r"features\[0\]\['fields'\]\['pixels'\]\['data'\]: .* object"):
         await client.generate(PROMPT, features=[image(1, data=numpy.array([object()]))])
-    with pytest.raises(RequestError, match="no nose"):
+    with pytest.raises(RequestRefusedError, match="no nose"):
         await client.generate(PROMPT, features=[image(1, modality="smell")])
     assert (await client.generate(PROMPT, features=FEATURES)).events == TOLD
 
@@ -164,9 +164,9 @@ async def test_an_engine_without_them_gets_none() -> None:
     spec = EngineSpec(SPEC.path, {"options": ["priority"]})
     message = "features=.*: engine 'options' does not support it; it supports priority"
     async with open_engine_client(spec) as client:
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestRefusedError, match=message):
             await client.generate(PROMPT, features=FEATURES)
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestRefusedError, match=message):
             client.open_request(PROMPT, features=FEATURES)
 
 
@@ -174,18 +174,18 @@ async def test_an_engine_without_them_gets_none() -> None:
     ("change", "error", "message"),
     [
         ({"modality": 5}, TypeError, r"modality=5 \(int\): expected a string"),
-        ({"identifier": ""}, RequestError, "identifier='': expected at least one character"),
-        ({"offset": -1}, RequestError, "offset=-1: expected 0 to"),
+        ({"identifier": ""}, RequestRefusedError, "identifier='': expected at least one character"),
+        ({"offset": -1}, RequestRefusedError, "offset=-1: expected 0 to"),
         ({"offset": 1.0}, TypeError, r"offset=1.0 \(float\): expected an integer"),
-        ({"length": 0}, RequestError, "length=0: expected 1 to"),
+        ({"length": 0}, RequestRefusedError, "length=0: expected 1 to"),
         ({"length": True}, TypeError, "length=True"),
-        ({"fields": {}}, RequestError, "fields={}: expected at least one"),
+        ({"fields": {}}, RequestRefusedError, "fields={}: expected at least one"),
         ({"fields": []}, TypeError, r"fields=\[\] \(list\): expected a mapping"),
         ({"fields": {1: MultiModalField(data=1)}}, TypeError, "fields=1 .*: expected string keys"),
         ({"fields": {"x": torch.ones(1)}}, TypeError, r"fields\['x'\]=Tensor.*: expected a MultiModalField"),
         ({"is_embed": [True, False]}, TypeError, r"is_embed=\[True, False\] \(list\): expected an array of booleans"),
         ({"is_embed": torch.ones(2)}, TypeError, "is_embed=.*: expected an array of booleans"),
-        ({"is_embed": MASK}, RequestError, r"is_embed of shape \[4\]: expected \[2\], as length says"),
+        ({"is_embed": MASK}, RequestRefusedError, r"is_embed of shape \[4\]: expected \[2\], as length says"),
     ],
 )
 def test_what_a_feature_cannot_be(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -199,10 +199,10 @@ def test_what_a_feature_cannot_be(change: dict[str, Any], error: type[Exception]
         ({"data": None}, TypeError, r"data=None .*: expected a tensor, an array, a number, or a list of these"),
         ({"data": [1, "two"]}, TypeError, r"data='two' .*: expected a tensor"),
         ({"data": True}, TypeError, "data=True"),
-        ({"data": [[[[[1]]]]]}, RequestError, "data: nested deeper than 4 lists"),
-        ({"batching": "stacked"}, RequestError, "batching='stacked': expected one of batched, flat, shared"),
+        ({"data": [[[[[1]]]]]}, RequestRefusedError, "data: nested deeper than 4 lists"),
+        ({"batching": "stacked"}, RequestRefusedError, "batching='stacked': expected one of batched, flat, shared"),
         ({"batching": 1}, TypeError, r"batching=1 \(int\): expected a string"),
-        ({"dim": 64}, RequestError, "dim=64: expected -64 to 63"),
+        ({"dim": 64}, RequestRefusedError, "dim=64: expected -64 to 63"),
         ({"keep_on_cpu": 1}, TypeError, r"keep_on_cpu=1 \(int\): expected a bool"),
     ],
 )

@@ -18,7 +18,7 @@ from tests.helpers import until
 from tests.lane import ONE_TOKEN, SIZE, is_free, lane_of, large, lent, passed
 
 import anyengine.client.staging
-from anyengine import EngineClient, RequestError, UnencodableError, open_engine_client
+from anyengine import EngineClient, RequestFailedError, UnencodableError, open_engine_client
 from anyengine.process.shared_storage import open_shared_storage
 from anyengine.protocol.arrays import WireArray
 
@@ -369,7 +369,7 @@ async def test_without_descriptors_for_new_blocks_tensors_are_frames(
 
 async def test_an_engine_without_descriptors_refuses_that_request_alone(client: EngineClient) -> None:
     await client.call_utility("allow_no_more_descriptors", False)
-    with pytest.raises(RequestError, match="but 0 came"):
+    with pytest.raises(RequestFailedError, match="but 0 came"):
         await client.generate(prompt_embeds=large(0), sampling_params=ONE_TOKEN)
     assert (await client.generate([5], ONE_TOKEN)).token_ids == [6]
     await client.call_utility("allow_no_more_descriptors", True)
@@ -381,7 +381,7 @@ async def test_a_block_that_the_engine_could_not_take_is_not_kept_for_long(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.call_utility("allow_no_more_descriptors", False)
-    with pytest.raises(RequestError, match="but 0 came"):
+    with pytest.raises(RequestFailedError, match="but 0 came"):
         await client.generate(prompt_embeds=large(0), sampling_params=ONE_TOKEN)
     await client.call_utility("allow_no_more_descriptors", True)
     assert lent(client) == 1

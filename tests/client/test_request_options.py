@@ -13,8 +13,8 @@ from anyengine import (
     InprocEngineClient,
     LoRARequest,
     PoolingParams,
-    RequestError,
     RequestKeywords,
+    RequestRefusedError,
     SamplingParams,
     open_engine_client,
     open_sync_engine_client,
@@ -65,7 +65,7 @@ def test_the_sync_client_passes_them_on(backend: Any) -> None:
             assert next(request).events == ASKED
         assert client.encode([1, 2], POOLING, **OPTIONS).pooling_output == POOLED
         for _, completion in client.generate_many([[1, 2]] * 3, **OPTIONS):
-            assert not isinstance(completion, RequestError)
+            assert not isinstance(completion, RequestRefusedError)
             assert completion.events == ASKED
         client.add_request([1, 2], pooling_params=POOLING, **OPTIONS)
         details = details_of(client.get_output())
@@ -133,14 +133,14 @@ async def test_what_an_engine_does_not_support_is_refused_by_name() -> None:
     async with open_engine_client(PLAIN) as client:
         for name, value in OPTIONS.items():
             message = f"{name}=.*: engine 'options' does not support it; it supports no such option"
-            with pytest.raises(RequestError, match=message):
+            with pytest.raises(RequestRefusedError, match=message):
                 await client.generate([1], **{name: value})
-            with pytest.raises(RequestError, match=message):
+            with pytest.raises(RequestRefusedError, match=message):
                 client.open_request([1], **{name: value})
-            with pytest.raises(RequestError, match=message):
+            with pytest.raises(RequestRefusedError, match=message):
                 await client.add_request([1], **{name: value})
         for task in ("classify", "generate"):
-            with pytest.raises(RequestError, match=f"task='{task}': engine 'options' has no such pooling task"):
+            with pytest.raises(RequestRefusedError, match=f"task='{task}': engine 'options' has no such pooling task"):
                 await client.encode([1], PoolingParams(task=task))
         with pytest.raises(TypeError, match=r"pooling_params=SamplingParams.*: expected a PoolingParams"):
             await client.encode([1], SamplingParams())  # type: ignore[arg-type]
@@ -153,9 +153,9 @@ async def test_an_engine_that_only_pools_is_not_asked_for_tokens() -> None:
     spec = EngineSpec("tests.client.options_engine:OptionsEngine", {"tasks": ["embed"]})
     async with open_engine_client(spec) as client:
         for sampling in (SamplingParams(max_tokens=3), SamplingParams(top_p=0.5)):
-            with pytest.raises(RequestError, match=r"generates no tokens; call encode\(\) for its tasks: embed"):
+            with pytest.raises(RequestRefusedError, match=r"generates no tokens; call encode\(\) for its tasks: embed"):
                 await client.generate([1], sampling)
-        with pytest.raises(RequestError, match=r"generates no tokens; call encode\(\) for its tasks: embed"):
+        with pytest.raises(RequestRefusedError, match=r"generates no tokens; call encode\(\) for its tasks: embed"):
             await client.generate([1])
         assert (await client.encode([1, 2])).pooling_output == [[1, 2], "embed", None]
 
@@ -165,9 +165,9 @@ async def test_an_engine_that_only_pools_is_not_asked_for_tokens() -> None:
     [
         ({"priority": 1.5}, TypeError, r"priority=1.5 \(float\): expected an integer"),
         ({"priority": True}, TypeError, r"priority=True \(bool\): expected an integer"),
-        ({"priority": 2**31}, RequestError, "priority=2147483648: expected -2147483648 to 2147483647"),
+        ({"priority": 2**31}, RequestRefusedError, "priority=2147483648: expected -2147483648 to 2147483647"),
         ({"cache_salt": 5}, TypeError, r"cache_salt=5 \(int\): expected a string"),
-        ({"cache_salt": ""}, RequestError, "cache_salt='': expected at least one character, or None"),
+        ({"cache_salt": ""}, RequestRefusedError, "cache_salt='': expected at least one character, or None"),
         ({"lora": {"lora_name": "x"}}, TypeError, r"lora={.*} \(dict\): expected a LoRARequest"),
         ({"pooling": "embed"}, TypeError, r"pooling='embed' \(str\): expected a PoolingParams"),
     ],
@@ -181,16 +181,16 @@ def test_what_an_option_cannot_be(options: dict[str, Any], error: type[Exception
     ("make", "error", "message"),
     [
         (lambda: PoolingParams(task=5), TypeError, "PoolingParams.task=5"),  # type: ignore[arg-type]
-        (lambda: PoolingParams(dimensions=0), RequestError, "PoolingParams.dimensions=0: expected 1 to"),
+        (lambda: PoolingParams(dimensions=0), RequestRefusedError, "PoolingParams.dimensions=0: expected 1 to"),
         (lambda: PoolingParams(use_activation=1), TypeError, "PoolingParams.use_activation=1"),  # type: ignore[arg-type]
         (
             lambda: LoRARequest(lora_name="", lora_int_id=1, lora_path="/a"),
-            RequestError,
+            RequestRefusedError,
             "LoRARequest.lora_name='': expected at least one character",
         ),
         (
             lambda: LoRARequest(lora_name="a", lora_int_id=0, lora_path="/a"),
-            RequestError,
+            RequestRefusedError,
             "LoRARequest.lora_int_id=0: expected 1 to",
         ),
         (

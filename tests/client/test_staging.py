@@ -21,7 +21,7 @@ from anyengine import (
     EngineSpec,
     MultiModalFeature,
     MultiModalField,
-    RequestError,
+    RequestRefusedError,
     SamplingParams,
     UnencodableError,
     UtilityTimeoutError,
@@ -106,10 +106,10 @@ async def test_a_request_that_is_refused_when_it_was_staged(
 ) -> None:
     array = large(0)
     request = client.open_request(prompt_embeds=array, sampling_params=ONE_TOKEN, request_id="taken")
-    errors: list[RequestError] = []
+    errors: list[RequestRefusedError] = []
     async with client.open_request([5], SamplingParams(max_tokens=10**6), request_id="taken"):
         for attempt in (request.__aenter__, lambda: add(client, array)):
-            with pytest.raises(RequestError, match="taken") as caught:
+            with pytest.raises(RequestRefusedError, match="taken") as caught:
                 await attempt()
             errors.append(caught.value)
             assert leased(client) == 0

@@ -32,7 +32,6 @@ from anyengine import (
     EngineSpec,
     Health,
     OutputDetails,
-    RequestError,
     RequestOutput,
     StepOutputs,
     open_engine_client,
@@ -327,7 +326,7 @@ class _InprocStream:
         last = rows[-1][1]
         self._ended = last is not None and last.finish_reason is not None
         if last is not None and last.finish_reason == "error":
-            raise RequestError(last.error)
+            raise last.to_error(self._handle)
         known = [details for _, details in rows if details is not None]
         return RequestOutput(
             request_id=str(self._handle),

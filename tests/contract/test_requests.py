@@ -12,7 +12,7 @@ from tests.contract.steps import FOREVER, ONE, eventually, nothing_is_left, read
 
 from anyengine import (
     EngineClient,
-    RequestError,
+    RequestRefusedError,
     RequestStalledError,
     SamplingParams,
     TooManyRequestsError,
@@ -161,9 +161,9 @@ async def test_one_id_names_one_live_request(open_client: Opener) -> None:
     async with open_client({"step_delay": 0.0005}) as client:
         await client.add_request([0], FOREVER, request_id="mine")
         for attempt in (client.generate, client.add_request):
-            with pytest.raises(RequestError, match="'mine'"):
+            with pytest.raises(RequestRefusedError, match="'mine'"):
                 await attempt([1], request_id="mine")
-        with pytest.raises(RequestError, match="'mine'"):
+        with pytest.raises(RequestRefusedError, match="'mine'"):
             async with client.open_request([1], request_id="mine"):
                 pass
         await client.generate([1], ONE, request_id="other")
@@ -180,15 +180,15 @@ async def test_an_id_is_free_again_when_its_request_has_ended(ending: str, open_
 
 
 BAD_REQUESTS: list[tuple[Any, Any, type[Exception], str]] = [
-    ([], ONE, RequestError, "at least one token"),
-    ([-1], ONE, RequestError, r"prompt_token_ids\[0\]=-1"),
-    ([0, 2**32], ONE, RequestError, r"prompt_token_ids\[1\]=4294967296"),
+    ([], ONE, RequestRefusedError, "at least one token"),
+    ([-1], ONE, RequestRefusedError, r"prompt_token_ids\[0\]=-1"),
+    ([0, 2**32], ONE, RequestRefusedError, r"prompt_token_ids\[1\]=4294967296"),
     ([1.5], ONE, TypeError, r"prompt_token_ids\[0\]=1\.5"),
     ("text", ONE, TypeError, "tokenize it first"),
     (None, ONE, TypeError, "exactly one of"),
     ([1], {"max_tokens": 3}, TypeError, "expected a SamplingParams"),
-    ([1], SamplingParams(top_p=0.5), RequestError, r"top_p=0\.5.*does not support"),
-    ([1], SamplingParams(extra={"mood": "good"}), RequestError, "extra"),
+    ([1], SamplingParams(top_p=0.5), RequestRefusedError, r"top_p=0\.5.*does not support"),
+    ([1], SamplingParams(extra={"mood": "good"}), RequestRefusedError, "extra"),
 ]
 
 
@@ -203,7 +203,7 @@ async def test_what_cannot_be_is_refused_before_anything_is_sent(open_client: Op
                 async with client.open_request(prompt, sampling):
                     pass
         for request_id in ("", 3):
-            with pytest.raises((RequestError, TypeError), match="request_id="):
+            with pytest.raises((RequestRefusedError, TypeError), match="request_id="):
                 await client.generate([1], ONE, request_id=request_id)  # type: ignore[arg-type]
         # No handle was drawn for any of them.
         assert await client.add_request([0], ONE) == before + 1
@@ -213,7 +213,7 @@ async def test_what_the_engine_refuses_fails_alone(open_client: Opener) -> None:
     async with open_client({"vocab_size": 20_000, "step_delay": 0.0005}) as client:
         async with client.open_request([0], SamplingParams(max_tokens=100)) as other:
             for _ in range(3):
-                with pytest.raises(RequestError, match="prompt token id 30000 is not below vocab_size 20000"):
+                with pytest.raises(RequestRefusedError, match="prompt token id 30000 is not below vocab_size 20000"):
                     await client.generate([30_000])
             assert tokens_of(await read(other)) == list(range(1, 101))
         await eventually(lambda: nothing_is_left(client))

@@ -17,7 +17,7 @@ from anyengine import (
     EngineClient,
     EngineDeadError,
     EngineSpec,
-    RequestError,
+    RequestRefusedError,
     SamplingParams,
     ShutdownPolicy,
     UtilityError,
@@ -185,7 +185,7 @@ async def test_a_held_request_that_the_engine_refuses_fails_at_the_resume(client
     await client.pause_scheduler()
 
     async def be_refused() -> None:
-        with pytest.raises(RequestError, match="prompt token id 1000000 is not below vocab_size"):
+        with pytest.raises(RequestRefusedError, match="prompt token id 1000000 is not below vocab_size"):
             await client.generate([10**6], SHORT)
 
     async with anyio.create_task_group() as group:

@@ -20,7 +20,7 @@ from tests.engines.runs import save_stand_in
 
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.transformers import TransformersEngine, default_model
-from anyengine.errors import RequestError
+from anyengine.errors import RequestFailedError, RequestRefusedError
 from anyengine.params import SamplingParams, StructuredOutputs
 from anyengine.protocol import arrays
 
@@ -47,7 +47,7 @@ class Outcome:
     logprobs: list[Any] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: object = None
-    error: str | None = None
+    error: Exception | None = None
 
 
 def submit(engine: TransformersEngine, prompt: Sequence[int] | None, params: SamplingParams, embeds: Any = None) -> int:
@@ -68,7 +68,7 @@ def collect(engine: TransformersEngine, outcomes: dict[int, Outcome]) -> bool:
         if details is not None:
             outcome.logprobs += details.logprobs or ()
             outcome.finish_reason, outcome.stop_reason = details.finish_reason, details.stop_reason
-            outcome.error = details.error
+            outcome.error = details.to_error(handle) if details.finish_reason == "error" else None
     return True
 
 
@@ -323,9 +323,9 @@ class TestRequests:
         engine = load(directory, max_model_len=32)
         outcome = one(engine, prompts[1][:29], temperature=0.0, max_tokens=None, ignore_eos=True)
         assert (len(outcome.tokens), outcome.finish_reason) == (3, "length")
-        with pytest.raises(RequestError, match=r"prompt has 32 tokens, but max_model_len is 32 .* at most 31"):
+        with pytest.raises(RequestRefusedError, match=r"prompt has 32 tokens, but max_model_len is 32 .* at most 31"):
             submit(engine, range(32), GREEDY)
-        with pytest.raises(RequestError, match=r"max_tokens=5: expected at most 1"):
+        with pytest.raises(RequestRefusedError, match=r"max_tokens=5: expected at most 1"):
             one(engine, range(31), max_tokens=5)
         assert len(one(engine, range(31), max_tokens=1).tokens) == 1
 
@@ -341,12 +341,14 @@ class TestRequests:
             ([1], {"logit_bias": {50000: 1.0}}, r"logit_bias holds 50000"),
             ([1], {"logit_bias": {5: float("nan")}}, r"logit_bias\[5\]=nan"),
             ([1], {"allowed_token_ids": [3, 60000]}, r"allowed_token_ids holds 60000"),
+            ([1], {"allowed_token_ids": [3], "logit_bias": {3: -1e300}}, "forbid every token"),
+            ([1], {"allowed_token_ids": [3, 4], "stop_token_ids": [3, 4], "min_tokens": 1}, "forbid every token"),
             ([1] * 200, {"prompt_logprobs": 2**32 - 1}, r"prompt_logprobs=4294967295: expected at most 20971"),
             ([1], {"structured_outputs": StructuredOutputs(regex="a")}, r"SamplingParams\.structured_outputs"),
             ([1], {"extra": {"best_of": 2}}, r"SamplingParams\.extra"),
         ]
         for prompt, params, message in refused:
-            with pytest.raises(RequestError, match=message):
+            with pytest.raises(RequestRefusedError, match=message):
                 submit(engine, prompt, SamplingParams(**params))
         outcomes = {handle: Outcome(expected[0][:1])}
         while engine.has_work():
@@ -365,7 +367,7 @@ class TestRequests:
         ],
     )
     def test_bad_embeddings_are_refused(self, engine: TransformersEngine, embeds: Any, message: str) -> None:
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestRefusedError, match=message):
             submit(engine, None, GREEDY, embeds)
         assert not engine.has_work()
 
@@ -436,14 +438,24 @@ class TestSampling:
         biased = one(engine, prompts[2], max_tokens=3, allowed_token_ids=sorted(allowed), logit_bias={301: 100.0})
         assert biased.tokens == [301] * 3
 
-    def test_a_request_that_allows_nothing_fails_alone(
-        self, engine: TransformersEngine, prompts: list[list[int]], expected: list[list[int]]
+    def test_a_row_of_logits_that_are_no_numbers_is_the_engines_fault_and_fails_alone(
+        self,
+        engine: TransformersEngine,
+        prompts: list[list[int]],
+        expected: list[list[int]],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        nothing = dataclasses.replace(GREEDY, allowed_token_ids=[EOS], min_tokens=1)
-        failed, other = run(engine, [(prompts[0], nothing), (prompts[1], GREEDY)])
+        sample = engine._sampler.sample
+
+        def sample_of_nan(logits: torch.Tensor, states: Any) -> Any:
+            marked = torch.tensor([state.params.min_tokens == 1 for state in states])
+            return sample(torch.where(marked[:, None], float("nan"), logits), states)
+
+        monkeypatch.setattr(engine._sampler, "sample", sample_of_nan)
+        marked = dataclasses.replace(GREEDY, min_tokens=1)
+        failed, other = run(engine, [(prompts[0], marked), (prompts[1], GREEDY)])
         assert (failed.tokens, failed.finish_reason) == ([], "error")
-        assert failed.error is not None
-        assert "no token can be sampled" in failed.error
+        assert type(failed.error) is RequestFailedError and "no token can be sampled" in str(failed.error)
         assert other.tokens == expected[1]
 
     def test_logprobs_are_those_of_the_raw_logits(

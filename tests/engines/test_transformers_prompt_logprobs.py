@@ -14,7 +14,7 @@ from tests.engines.runs import Run, load, save_tiny
 
 from anyengine.engine.core import EngineRequest
 from anyengine.engines.transformers import TransformersEngine
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.params import SamplingParams
 from anyengine.types import TokenLogprobs
 
@@ -122,7 +122,7 @@ def test_it_comes_with_a_request_that_fails(
 
 
 def test_a_prompt_of_embeddings_has_none(engine: TransformersEngine) -> None:
-    with pytest.raises(RequestError, match=r"prompt_logprobs: a prompt of embeddings has no tokens to score"):
+    with pytest.raises(RequestRefusedError, match=r"prompt_logprobs: a prompt of embeddings has no tokens to score"):
         engine.add_request(
             EngineRequest(
                 handle=1,

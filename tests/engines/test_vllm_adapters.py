@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from anyengine import LoRARequest, RequestError
+from anyengine import LoRARequest, RequestError, RequestFailedError, RequestRefusedError
 from anyengine.engines.vllm import adapters
 from anyengine.engines.vllm.adapters import SPARE_PLACES, Adapters
 from anyengine.engines.vllm.calls import WorkerCallError
@@ -253,7 +253,7 @@ def test_a_number_and_a_name_are_those_of_one_adapter() -> None:
     }
     for expected, other in others.items():
         for attempt in (lambda other=other: tested.add("x", other, nothing), lambda other=other: tested.load(other)):
-            with pytest.raises(RequestError) as caught:
+            with pytest.raises(RequestRefusedError) as caught:
                 attempt()
             assert expected in str(caught.value)
     assert workers.loaded == {1, 2}
@@ -262,7 +262,7 @@ def test_a_number_and_a_name_are_those_of_one_adapter() -> None:
     tested.add("waits", lora(3, "c", "/C"), nothing)
     assert tested.held == 1
     for other in (lora(3, "d", "/D"), lora(4, "c", "/D")):
-        with pytest.raises(RequestError, match=r"'c' .*which is in use"):
+        with pytest.raises(RequestRefusedError, match=r"'c' .*which is in use"):
             tested.add("x", other, nothing)
     # Whoever has gone has neither.
     tested.end(["waits"])
@@ -307,11 +307,11 @@ def test_one_that_cannot_be_loaded_costs_no_other_its_place() -> None:
         tested.load(lora(number))
     workers.each[1].gone |= {7, 8}  # the other worker has it loaded by then
     for number in (7, 8):
-        with pytest.raises(RequestError, match=f"'adapter {number}' cannot be loaded"):
+        with pytest.raises(RequestRefusedError, match=f"'adapter {number}' cannot be loaded"):
             tested.add("x", lora(number), nothing)
         assert workers.loaded == {1, 2, 3} == set(tested.numbers())
     workers.each[1].refused.add(9)
-    with pytest.raises(RequestError, match="worker 1 has not taken it"):
+    with pytest.raises(RequestFailedError, match="worker 1 has not taken it"):
         tested.load(lora(9))
     assert workers.loaded == {1, 2, 3}
     tested.add("one", lora(1), nothing)
@@ -323,10 +323,10 @@ def test_one_that_cannot_be_loaded_costs_no_other_its_place() -> None:
 def test_all_that_are_loaded_are_in_use() -> None:
     workers, tested = make(1, 1)
     tested.add("one", lora(1), nothing)
-    with pytest.raises(RequestError, match=r"no place: max_cpu_loras=1, and adapters \[1\] are in use or pinned"):
+    with pytest.raises(RequestRefusedError, match=r"no place: max_cpu_loras=1, and adapters \[1\] are in use or pin"):
         tested.load(lora(2))
     with pytest.raises(
-        RequestError, match=r"remove_lora\(1\): requests are using the adapter 'adapter 1' \(1 of them\)"
+        RequestRefusedError, match=r"remove_lora\(1\): requests are using the adapter 'adapter 1' \(1 of them\)"
     ):
         tested.remove(1)
     assert workers.loaded == {1}
@@ -449,14 +449,14 @@ def test_an_adapter_that_a_worker_cannot_unload_fails_no_request(caplog: pytest.
     tested.end(["runs"])
     # Its number is not taken for another's, nor is its place: the workers assert that they never have too many.
     for call in (lambda: tested.load(lora(77)), lambda: tested.pin(77)):
-        with pytest.raises(RequestError, match="the adapter number 77 is that of one that a worker could not unload"):
+        with pytest.raises(RequestFailedError, match="adapter number 77 is that of one that a worker could not unload"):
             call()
     for number in (2, 3, 4):
         tested.add(f"{number}", lora(number), nothing)
         tested.end([f"{number}"])
         assert number in workers.each[0].cache
     tested.add("2", lora(2), nothing)
-    with pytest.raises(RequestError, match=r"max_cpu_loras=2, and workers have others that they could not unload"):
+    with pytest.raises(RequestFailedError, match="max_cpu_loras=2, and workers have others that they could not unload"):
         workers.each[1].stuck |= {3, 4}
         tested.load(lora(5))
     workers.each[1].stuck.clear()
@@ -492,10 +492,11 @@ def test_what_workers_cannot_do_before_a_step_fails_requests_alone(fault: str) -
     failed = tested.admit()
     if fault == "is_mute":
         reason = "the workers cannot say which adapters they have (no list)"
-        assert failed == {"runs": reason, "waits": reason}
+        assert {name: str(error) for name, error in failed.items()} == {"runs": reason, "waits": reason}
+        assert all(type(error) is RequestFailedError for error in failed.values())
         assert not tested
     else:
-        assert list(failed) == ["runs"] and "could not unload" in failed["runs"]
+        assert list(failed) == ["runs"] and "could not unload" in str(failed["runs"])
         assert not tested.held  # what is free is the place of the one that failed
     # As soon as they can, all is in order.
     worker.is_mute = False

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from anyengine import MultiModalFeature, MultiModalField, RequestError
+from anyengine import MultiModalFeature, MultiModalField, RequestRefusedError
 from anyengine.engines.vllm.features import features_of
 from anyengine.engines.vllm.model_features import ModelFeatures
 
@@ -123,15 +123,15 @@ def test_a_list_of_tensors_is_one_where_the_example_is_one_and_they_have_one_sha
     ],
 )
 def test_what_is_not(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestRefusedError, match=message):
         model_features().fitted([feature(**changes)])
 
 
 def test_the_number_of_places_is_known_of_what_has_the_shapes_and_integers_of_the_example() -> None:
     fits = model_features().fitted
-    with pytest.raises(RequestError, match=r"features\[1\] has places for 7 embeddings, .*; the model makes 6 of it"):
+    with pytest.raises(RequestRefusedError, match=r"features\[1\] has places for 7 embeddings, .*; the model makes 6"):
         fits([feature(), feature(length=7)])
-    with pytest.raises(RequestError, match="has places for 7 embeddings"):
+    with pytest.raises(RequestRefusedError, match="has places for 7 embeddings"):
         fits([feature(length=7, sizes=torch.tensor([2, 2], dtype=torch.int32), pixels=[torch.zeros(3, 2, 2)] * 4)])
     # Of others only the model knows.
     fits([feature(length=7, sizes=torch.tensor([2, 1]))])
@@ -171,7 +171,7 @@ def test_embeddings_alone_are_taken_where_no_items_are_allowed(caplog: pytest.Lo
         ({"image_embeds": MultiModalField(data=torch.zeros(6, 8).int())}, "expected floats"),
         ({"image_embeds": MultiModalField(data=torch.zeros(6))}, "expected floats"),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestRefusedError, match=message):
             fits([feature(fields=fields)])
-    with pytest.raises(RequestError, match="one of modality 'image'; the engine takes none"):
+    with pytest.raises(RequestRefusedError, match="one of modality 'image'; the engine takes none"):
         model_features(limit=0).fitted([feature()])

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tests.helpers import is_running, until_sync
 
-from anyengine import MultiModalFeature, MultiModalField, RequestError
+from anyengine import MultiModalFeature, MultiModalField, RequestRefusedError
 from anyengine.engines.vllm import VllmEngine, installed, internals
 from anyengine.engines.vllm.failures import reasons_of
 from anyengine.engines.vllm.leftovers import files_in
@@ -597,11 +597,11 @@ def test_features_are_refused_before_their_places_are_looked_at() -> None:
     feature = Costly(modality="image", identifier="x", offset=0, length=1, fields={"a": MultiModalField(data=1)})
     core: Any = object.__new__(internals.VllmCore)
     core._features = None
-    with pytest.raises(RequestError, match="features: this model takes none"):
+    with pytest.raises(RequestRefusedError, match="features: this model takes none"):
         core._multimodal([1], [feature])
     core._features = Mock()
-    core._features.fitted.side_effect = RequestError("too many")
-    with pytest.raises(RequestError, match="too many"):
+    core._features.fitted.side_effect = RequestRefusedError("too many")
+    with pytest.raises(RequestRefusedError, match="too many"):
         core._multimodal([1], [feature])
 
 

@@ -15,7 +15,8 @@ from anyengine import (
     EngineClosedError,
     EngineDeadError,
     OutputDetails,
-    RequestError,
+    RequestFailedError,
+    RequestRefusedError,
     SamplingParams,
     StepOutputs,
     UtilityError,
@@ -153,11 +154,11 @@ def test_embeddings_reach_the_engine_as_they_are() -> None:
 
 
 def test_the_engine_refuses_at_the_call_and_nothing_is_left(client: InprocEngineClient) -> None:
-    with pytest.raises(RequestError, match="prompt token id 1000000 is not below vocab_size"):
+    with pytest.raises(RequestRefusedError, match="prompt token id 1000000 is not below vocab_size"):
         client.add_request([10**6], THREE, request_id="same")
     assert not client.has_unfinished_requests()
     client.add_request([1], THREE, request_id="same")
-    with pytest.raises(RequestError, match="request_id='same': a live request has this id"):
+    with pytest.raises(RequestRefusedError, match="request_id='same': a live request has this id"):
         client.add_request([1], THREE, request_id="same")
     run(client)
     client.add_request([1], THREE, request_id="same")
@@ -171,7 +172,7 @@ def test_an_exception_in_add_request_fails_that_request_alone() -> None:
             super().add_request(request)
 
     with InprocEngineClient(FussyEngine()) as client:
-        with pytest.raises(RequestError, match="KeyError: 'unlucky'") as caught:
+        with pytest.raises(RequestFailedError, match="KeyError: 'unlucky'") as caught:
             client.add_request([13], THREE)
         assert isinstance(caught.value.__cause__, KeyError)
         client.add_request([1], THREE)
@@ -183,11 +184,11 @@ def test_an_exception_in_add_request_fails_that_request_alone() -> None:
     [
         ({}, TypeError, "exactly one of prompt_token_ids and prompt_embeds"),
         ({"prompt_token_ids": "text"}, TypeError, "tokenize it first"),
-        ({"prompt_token_ids": []}, RequestError, "expected at least one token"),
-        ({"prompt_token_ids": [-1]}, RequestError, "a token id is 0 to"),
-        ({"prompt_token_ids": [1], "sampling_params": SamplingParams(top_k=3)}, RequestError, "top_k=3: engine 'scr"),
+        ({"prompt_token_ids": []}, RequestRefusedError, "expected at least one token"),
+        ({"prompt_token_ids": [-1]}, RequestRefusedError, "a token id is 0 to"),
+        ({"prompt_token_ids": [1], "sampling_params": SamplingParams(top_k=3)}, RequestRefusedError, "top_k=3: engine"),
         ({"prompt_token_ids": [1], "sampling_params": 3}, TypeError, "expected a SamplingParams"),
-        ({"prompt_token_ids": [1], "request_id": ""}, RequestError, "request_id=''"),
+        ({"prompt_token_ids": [1], "request_id": ""}, RequestRefusedError, "request_id=''"),
     ],
 )  # fmt: skip
 def test_bad_requests(

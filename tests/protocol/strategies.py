@@ -19,6 +19,7 @@ from anyengine.multimodal import BATCHINGS, MultiModalFeature, MultiModalField
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams, StructuredOutputs
 from anyengine.protocol.arrays import from_value
 from anyengine.protocol.bootstrap import Bootstrap, CurveKeys
+from anyengine.protocol.error_kinds import ERROR_KINDS
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.outputs import FINISH_REASONS, OutputDetails, StepOutputs, from_rows
 from anyengine.protocol.replies import Dead, Goodbye, Outputs, Pong, Stats, Tokens, UtilityResult
@@ -150,7 +151,7 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         "presence_penalty": st.floats(-2, 2),
         "frequency_penalty": st.floats(-2, 2) | st.integers(-2, 2),
         "repetition_penalty": st.floats(0, 100, exclude_min=True),
-        "logit_bias": st.dictionaries(u32, st.floats() | st.integers(-100, 100), max_size=3),
+        "logit_bias": st.dictionaries(u32, st.floats(-1e300, 1e300) | st.integers(-100, 100), max_size=3),
         "allowed_token_ids": st.lists(u32, min_size=1, max_size=3),
         "structured_outputs": structured_outputs,
         "extra": st.dictionaries(texts, values(), max_size=2),
@@ -264,6 +265,7 @@ details = st.builds(
     finish_reason=st.none() | st.sampled_from(FINISH_REASONS),
     stop_reason=st.none() | st.integers(-(2**63), 2**64 - 1) | texts,
     error=st.none() | texts,
+    error_kind=st.none() | st.sampled_from(ERROR_KINDS),
     logprobs=st.none() | logprobs,
     prompt_logprobs=st.none() | logprobs,
     pooling_output=values(),

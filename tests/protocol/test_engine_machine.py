@@ -63,7 +63,7 @@ def test_replies_repeat_the_session_and_count() -> None:
     replies = [
         sent(machine.outputs(1, StepOutputs([1], [5]))),
         sent(machine.release(1, [1])),
-        sent(machine.refuse(1, [9], "no")),
+        sent(machine.fail(1, [9], "no")),
         sent(machine.answer(0, "value")),
         sent(machine.stats({"running": 1})),
         sent(machine.pong(1)),
@@ -108,7 +108,7 @@ def test_an_abort_gives_the_live_ones_once_each_and_nothing_if_there_are_none() 
 def test_a_refused_request_gets_one_last_row_that_says_why() -> None:
     machine = engine_in(EngineState.SERVING)
     machine.receive(add(8))
-    refused = sent(machine.refuse(3, [8], "too long \udcff"))
+    refused = sent(machine.fail(3, [8], "too long \udcff"))
     ((handle, tokens, more),) = refused.outputs.rows()
     assert (handle, list(tokens), more.finish_reason, more.error) == (8, [], "error", "too long \\udcff")
     assert machine.live == {1}
@@ -183,7 +183,7 @@ def test_a_malformed_request_fails_alone(body: Any) -> None:
     assert event.handles == range(9, 10)
     assert event.problem
     assert machine.live == {1, 9}
-    row = sent(machine.refuse(1, event.handles, event.problem)).outputs.details[0]
+    row = sent(machine.fail(1, event.handles, event.problem)).outputs.details[0]
     assert (row.finish_reason, row.error) == ("error", event.problem)
     assert machine.live == {1}
     assert machine.receive(frames_of(Ping(4))) == PingReceived(), "it counts as a message that came"

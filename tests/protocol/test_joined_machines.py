@@ -226,7 +226,7 @@ class Link(RuleBasedStateMachine):
                     self.generated[handle] = []
             case engine_side.RequestMalformed(handles, problem):
                 self.generated |= {handle: [] for handle in handles}
-                self.engine_pushes(self.engine.refuse(self.steps, handles, problem))
+                self.engine_pushes(self.engine.fail(self.steps, handles, problem))
             case engine_side.AbortReceived(handles):
                 self.release(list(handles))
             case engine_side.CallReceived(call_id, _, _):

@@ -73,7 +73,7 @@ ENGINE_ACTS: dict[EngineInput, dict[str, Act]] = {
     EngineInput.REPLY: {
         "outputs": lambda machine: machine.outputs(1, StepOutputs([1], [5])),
         "release": lambda machine: machine.release(1, [1]),
-        "refuse": lambda machine: machine.refuse(1, [1], "no"),
+        "fail": lambda machine: machine.fail(1, [1], "no"),
         "answer": lambda machine: machine.answer(0, "value"),
         "answer with an error": lambda machine: machine.answer(0, None, ("Error", "boom", None)),
         "stats": lambda machine: machine.stats({"running": 1}),

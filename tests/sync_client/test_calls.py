@@ -16,7 +16,7 @@ from anyengine import (
     EngineClosedError,
     EngineDeadError,
     EngineStartError,
-    RequestError,
+    RequestRefusedError,
     SamplingParams,
     SyncEngineClient,
     UtilityError,
@@ -78,18 +78,18 @@ def test_the_rest_of_a_stream_as_one_completion(open_scripted: Opener) -> None:
         first = next(request)
         rest = request.completion()
         assert first.token_ids + rest.token_ids == list(range(1, 21))
-        with pytest.raises(EngineClosedError, match="all of it has been read"):
+        with pytest.raises(RuntimeError, match="all of it has been read"):
             request.completion()
 
 
 def test_a_stream_is_entered_once_and_before_it_is_read(open_scripted: Opener) -> None:
     with open_scripted() as client:
         request = client.stream([0], SamplingParams(max_tokens=3))
-        with pytest.raises(EngineClosedError, match="enter the request first: with client"):
+        with pytest.raises(RuntimeError, match="enter the request first: with client"):
             next(request)
         with request:
             assert request.completion().token_ids == [1, 2, 3]
-        with pytest.raises(EngineClosedError, match="sent once"):
+        with pytest.raises(RuntimeError, match="sent once"):
             request.__enter__()
 
 
@@ -174,13 +174,13 @@ def test_utilities_and_their_errors(open_scripted: Opener) -> None:
 def test_bad_input_is_refused_at_the_call(open_scripted: Opener) -> None:
     with open_scripted({"vocab_size": 50}) as client:
         for call in (client.generate, client.stream, client.add_request):
-            with pytest.raises(RequestError, match="at least one token"):
+            with pytest.raises(RequestRefusedError, match="at least one token"):
                 call([])
             with pytest.raises(TypeError, match="tokenize it first"):
                 call("text")
-            with pytest.raises(RequestError, match=r"top_p=0\.5"):
+            with pytest.raises(RequestRefusedError, match=r"top_p=0\.5"):
                 call([1], SamplingParams(top_p=0.5))
-        with pytest.raises(RequestError, match="vocab_size"):
+        with pytest.raises(RequestRefusedError, match="vocab_size"):
             client.generate([60])
         with pytest.raises(TypeError, match="handles holds 'a'"):
             client.abort_requests(["a"])
@@ -231,7 +231,7 @@ def test_a_block_is_entered_once(open_scripted: Opener) -> None:
     block = open_scripted()
     with block:
         pass
-    with pytest.raises(EngineClosedError, match="entered before"):
+    with pytest.raises(RuntimeError, match="entered before"):
         block.__enter__()
 
 

@@ -13,7 +13,7 @@ from tests.helpers import until_sync
 from tests.sync_client.conftest import Opener
 from tests.sync_client.test_calls import FOREVER
 
-from anyengine import EngineDeadError, RequestError, SamplingParams, SyncEngineClient
+from anyengine import EngineDeadError, RequestRefusedError, SamplingParams, SyncEngineClient
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -123,7 +123,7 @@ def test_the_bodys_own_error_comes_out_bare_and_before_a_death(
 
 def test_a_refused_request_is_its_callers_own_affair(open_scripted: Opener) -> None:
     with open_scripted({"vocab_size": 50}) as client:
-        with pytest.raises(RequestError, match="vocab_size") as caught:
+        with pytest.raises(RequestRefusedError, match="vocab_size") as caught:
             client.generate([60])
         assert caught.value.__context__ is None
         assert client.generate([1], SamplingParams(max_tokens=1)).token_ids == [2]

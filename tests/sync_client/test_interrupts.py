@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
 from tests.helpers import is_running, until_sync
 from tests.sync_client.conftest import Interrupting, Opener
 from tests.sync_client.test_calls import FOREVER, nothing_runs
 
-from anyengine import EngineClosedError, SamplingParams, ShutdownPolicy, SyncEngineClient
+from anyengine import SamplingParams, ShutdownPolicy, SyncEngineClient
 from anyengine.sync_client.handover import StepHandover
 from anyengine.sync_client.loop_handle import LoopHandle
 
@@ -61,7 +62,7 @@ def test_an_interrupted_stream_is_over(open_scripted: Opener, interrupting: Inte
             with interrupting(lambda: client._portal._calls):
                 next(stream)
         assert nothing_runs(client)
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(anyio.ClosedResourceError, match="its block was left"):
             list(stream)
 
 

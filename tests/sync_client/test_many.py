@@ -14,7 +14,7 @@ from anyengine import (
     Completion,
     EngineClosedError,
     EngineSpec,
-    RequestError,
+    RequestRefusedError,
     SamplingParams,
     ShutdownPolicy,
     SyncEngineClient,
@@ -52,9 +52,9 @@ def test_a_failed_request_gives_its_error_and_the_others_go_on(open_scripted: Op
         results = dict(client.generate_many([[1], [60], [], [2]], SamplingParams(max_tokens=1)))
         assert isinstance(results[0], Completion)
         assert isinstance(results[3], Completion)
-        with pytest.raises(RequestError, match="vocab_size"):
+        with pytest.raises(RequestRefusedError, match="vocab_size"):
             raise results[1]
-        with pytest.raises(RequestError, match="at least one token"):
+        with pytest.raises(RequestRefusedError, match="at least one token"):
             raise results[2]
 
 
@@ -120,7 +120,7 @@ def test_bad_input_is_refused_at_the_call(open_scripted: Opener) -> None:
             client.generate_many("text")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="expected a SamplingParams"):
             client.generate_many([[1]], {"max_tokens": 3})  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="top_p"):
+        with pytest.raises(RequestRefusedError, match="top_p"):
             client.generate_many([[1]], SamplingParams(top_p=0.5))
         with pytest.raises(TypeError, match="tokenize it first"):
             list(client.generate_many(["text"]))  # type: ignore[list-item]
@@ -132,7 +132,7 @@ def test_an_early_end_at_once_leaves_no_request_live(open_scripted: Opener) -> N
     with open_scripted({"step_delay": 0.01}) as client:
         for _ in range(30):
             for _, result in client.generate_many([[], [1], [2]], SamplingParams(max_tokens=10**6)):
-                assert isinstance(result, RequestError)
+                assert isinstance(result, RequestRefusedError)
                 break
             assert client.statistics().live_requests == 0
         until_sync(lambda: nothing_runs(client))

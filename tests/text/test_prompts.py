@@ -15,7 +15,7 @@ import pytest
 from tests.text import kinds
 from tokenizers import Tokenizer
 
-from anyengine.errors import EngineError, ModelError, RequestError
+from anyengine.errors import EngineError, ModelError, RequestRefusedError
 from anyengine.text import ModelText
 from anyengine.text.chat_template import ChatTemplate
 from anyengine.text.model_files import model_directory
@@ -206,9 +206,9 @@ def test_special_tokens_are_added_to_a_prompt_but_not_to_a_chat() -> None:
 
 def test_text_that_cannot_be_encoded() -> None:
     text = ModelText(kinds.byte_level(), chat_templates={"default": TEMPLATE})
-    with pytest.raises(RequestError, match=r"half of a surrogate pair \('\\ud83c'\) at 2"):
+    with pytest.raises(RequestRefusedError, match=r"half of a surrogate pair \('\\ud83c'\) at 2"):
         text.encode("ab\ud83c")
-    with pytest.raises(RequestError, match="half of a surrogate pair"):
+    with pytest.raises(RequestRefusedError, match="half of a surrogate pair"):
         text.encode_chat([{"role": "user", "content": "\ud83c"}])
     with pytest.raises(TypeError, match=r"text=5 \(int\): expected a string"):
         text.encode(5)  # pyright: ignore[reportArgumentType]
@@ -222,10 +222,14 @@ def test_text_that_cannot_be_encoded() -> None:
     [
         ("Hi", TypeError, r"messages='Hi' \(str\): expected a list of messages"),
         (5, TypeError, "expected a list of messages"),
-        ([], RequestError, "expected at least one message"),
+        ([], RequestRefusedError, "expected at least one message"),
         (["Hi"], TypeError, r"messages\[0\]='Hi' \(str\): expected a mapping with role and content"),
-        ([*MESSAGES, {"content": "Hi"}], RequestError, r"messages\[1\] has the role None: expected a string"),
-        ([{"role": "usr", "content": ""}], RequestError, r"messages\[0\] has the role 'usr': expected one of system, "),
+        ([*MESSAGES, {"content": "Hi"}], RequestRefusedError, r"messages\[1\] has the role None: expected a string"),
+        (
+            [{"role": "usr", "content": ""}],
+            RequestRefusedError,
+            r"messages\[0\] has the role 'usr': expected one of sys",
+        ),
     ],
 )
 def test_messages_that_are_none(messages: Any, error: type[Exception], message: str) -> None:
@@ -307,7 +311,7 @@ def test_variables_reach_the_template() -> None:
 )
 def test_tools_that_a_template_leaves_out_are_refused(template: str) -> None:
     text = ModelText(kinds.byte_level(), chat_templates={"default": template})
-    with pytest.raises(RequestError, match="tools: the model's chat template leaves them out"):
+    with pytest.raises(RequestRefusedError, match="tools: the model's chat template leaves them out"):
         text.encode_chat(MESSAGES, tools=[{"name": "f"}])
     for nothing in (None, []):
         assert text.decode(text.encode_chat(MESSAGES, tools=nothing)) == MESSAGES[0]["content"]
@@ -333,10 +337,10 @@ def test_variables_that_a_template_does_not_refer_to_are_refused() -> None:
     expected = (
         r"enable_thinkin=False: the model's chat template does not refer to it; it knows documents, enable_thinking$"
     )
-    with pytest.raises(RequestError, match=expected):
+    with pytest.raises(RequestRefusedError, match=expected):
         text.encode_chat(MESSAGES, enable_thinkin=False)
     for name in ("own", "range"):
-        with pytest.raises(RequestError, match=f"{name}=1: the model's chat template does not refer to it"):
+        with pytest.raises(RequestRefusedError, match=f"{name}=1: the model's chat template does not refer to it"):
             text.encode_chat(MESSAGES, **{name: 1})
     text.encode_chat(MESSAGES, enable_thinking=False, documents=None)
 
@@ -351,7 +355,7 @@ def test_variables_that_a_template_does_not_refer_to_are_refused() -> None:
     ],
 )
 def test_a_template_that_refuses_or_attacks(template: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestRefusedError, match=message):
         ChatTemplate(template, {}).render(MESSAGES, tools=None, add_generation_prompt=True, variables={})
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.text import kinds
 
-from anyengine.errors import EngineError, RequestError
+from anyengine.errors import EngineError, RequestRefusedError
 from anyengine.text import ModelText, TextOutput
 from anyengine.text.assembler import TextAssembler
 from anyengine.text.stop_strings import StopMatcher, check_stop
@@ -71,8 +71,8 @@ def test_text_comes_out_when_it_cannot_become_a_stop_string() -> None:
 @pytest.mark.parametrize(
     ("stop", "error", "message"),
     [
-        ("", RequestError, r"stop\[0\]='': expected at least one"),
-        (["a", ""], RequestError, r"stop\[1\]=''"),
+        ("", RequestRefusedError, r"stop\[0\]='': expected at least one"),
+        (["a", ""], RequestRefusedError, r"stop\[1\]=''"),
         ([1], TypeError, r"stop\[0\]=1 \(int\): expected a string"),
         (5, TypeError, "expected a string or a list of strings"),
         (b"ab", TypeError, "expected a string or a list of strings"),

@@ -23,7 +23,7 @@ from anyengine import (
     EngineSpec,
     ModelError,
     ProcessLauncher,
-    RequestError,
+    RequestRefusedError,
     RequestStalledError,
     SamplingParams,
     SyncEngineClient,
@@ -204,7 +204,7 @@ async def test_what_is_wrong_with_a_request() -> None:
             ({"prompt": b"Hi"}, TypeError, "expected text, messages or token ids"),
             ({"prompt": ["Hi"]}, TypeError, "expected text, messages or token ids"),
             ({"prompt": {"role": "user"}}, TypeError, "expected text, messages or token ids"),
-            ({"stop": ""}, RequestError, r"stop\[0\]=''"),
+            ({"stop": ""}, RequestRefusedError, r"stop\[0\]=''"),
             ({"chat_options": {"tools": []}}, TypeError, "chat_options are for a prompt of messages"),
             ({"stops": ["a"]}, TypeError, "unexpected keyword argument 'stops': .* priority, .* stop, "),
             ({"client": TEXT}, TypeError, "expected an EngineClient; open_sync_stream"),
@@ -212,14 +212,14 @@ async def test_what_is_wrong_with_a_request() -> None:
             with pytest.raises(error, match=message):
                 TEXT.open_stream(**{"client": client, "prompt": "Say", **options})  # pyright: ignore
         for text, options, error, message in (
-            (TEXT, {"prompt": ""}, RequestError, "expected text that has at least one token"),
-            (TEXT, {"prompt": []}, RequestError, "expected at least one token"),
+            (TEXT, {"prompt": ""}, RequestRefusedError, "expected text that has at least one token"),
+            (TEXT, {"prompt": []}, RequestRefusedError, "expected at least one token"),
             (TEXT, {"prompt": [1, "Hi"]}, TypeError, r"prompt_token_ids\[1\]='Hi'"),
-            (TEXT, {"prompt": "\ud83c"}, RequestError, "surrogate"),
-            (TEXT, {"prompt": [{"role": "usr"}]}, RequestError, "the role 'usr'"),
-            (TEXT, {"sampling_params": SamplingParams(top_k=3)}, RequestError, "top_k"),
+            (TEXT, {"prompt": "\ud83c"}, RequestRefusedError, "surrogate"),
+            (TEXT, {"prompt": [{"role": "usr"}]}, RequestRefusedError, "the role 'usr'"),
+            (TEXT, {"sampling_params": SamplingParams(top_k=3)}, RequestRefusedError, "top_k"),
             (TEXT, {"priority": "high"}, TypeError, "priority='high'"),
-            (TEXT, {"cache_salt": "s"}, RequestError, "cache_salt"),
+            (TEXT, {"cache_salt": "s"}, RequestRefusedError, "cache_salt"),
             (no_chat, {"prompt": [{"role": "user", "content": "Hi"}]}, ModelError, "no chat template"),
         ):
             with pytest.raises(error, match=message):
@@ -227,18 +227,18 @@ async def test_what_is_wrong_with_a_request() -> None:
                     pytest.fail("it was sent")
         assert client.statistics().live_requests == 0
         stream = TEXT.open_stream(client, "Say")
-        with pytest.raises(EngineClosedError, match="enter the request first"):
+        with pytest.raises(RuntimeError, match="enter the request first"):
             await anext(stream)
         async with stream:
             assert (await stream.completion()).text == "Yes."
-            with pytest.raises(EngineClosedError, match="all of it has been read"):
+            with pytest.raises(RuntimeError, match="all of it has been read"):
                 await stream.completion()
-        with pytest.raises(EngineClosedError, match="can be sent once"):
+        with pytest.raises(RuntimeError, match="can be sent once"):
             await stream.__aenter__()
         async with TEXT.open_stream(client, "Say", stop="e") as stream:
             assert (await stream.completion()).text == "Y"
             assert await read(stream) == []
-            with pytest.raises(EngineClosedError, match="all of it has been read"):
+            with pytest.raises(RuntimeError, match="all of it has been read"):
                 await stream.completion()
     with pytest.raises(EngineClosedError):
         await TEXT.generate(client, "Say")
@@ -419,18 +419,18 @@ def test_blocking_calls() -> None:
         for stop in ((), ("zzz",)):
             completion = TEXT.generate_sync(client, "Say", SamplingParams(max_tokens=4), stop=stop)
             assert (completion.text, completion.prompt_token_ids) == ("Yes,", TEXT.encode("Say"))
-        with pytest.raises(RequestError, match="at least one token"):
+        with pytest.raises(RequestRefusedError, match="at least one token"):
             TEXT.generate_sync(client, "")
         with pytest.raises(TypeError, match="expected a SyncEngineClient; open_stream"):
             TEXT.open_sync_stream("client", "Say")  # pyright: ignore
         stream = TEXT.open_sync_stream(client, "Say", ENDLESS, stop="\nUser:")
-        with pytest.raises(EngineClosedError, match="enter the request first"):
+        with pytest.raises(RuntimeError, match="enter the request first"):
             next(stream)
         with stream:
             assert stream.completion().text == "Yes, 三."
-            with pytest.raises(EngineClosedError, match="all of it has been read"):
+            with pytest.raises(RuntimeError, match="all of it has been read"):
                 stream.completion()
-        with pytest.raises(EngineClosedError, match="can be sent once"):
+        with pytest.raises(RuntimeError, match="can be sent once"):
             stream.__enter__()
 
 

@@ -10,7 +10,7 @@ from tests.helpers import until
 from tests.vllm import setups
 from tests.vllm.test_requests import PROMPT, write_adapter
 
-from anyengine import LoRARequest, RequestError, SamplingParams, UtilityError, open_engine_client
+from anyengine import LoRARequest, RequestRefusedError, SamplingParams, UtilityError, open_engine_client
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
 
@@ -43,9 +43,9 @@ async def test_directories_that_vanish(tmp_path: Path, traces: setups.Traces) ->
             await until(lambda: client.statistics().engine.get("waiting") == 2)
             assert begun + (await running.completion()).token_ids == whole
             assert len((await waiting.completion()).token_ids) == 3
-            with pytest.raises(RequestError, match="the adapter 'third' cannot be loaded"):
+            with pytest.raises(RequestRefusedError, match="the adapter 'third' cannot be loaded"):
                 await failing.completion()
-        with pytest.raises(RequestError, match="the adapter 'first' cannot be loaded"):
+        with pytest.raises(RequestRefusedError, match="the adapter 'first' cannot be loaded"):
             await client.generate(PROMPT, short, lora=first)
 
         # Whoever is using an adapter goes on with it.
@@ -54,7 +54,7 @@ async def test_directories_that_vanish(tmp_path: Path, traces: setups.Traces) ->
             async with client.open_request(PROMPT, greedy, lora=second) as request:
                 begun = (await anext(request)).token_ids
                 same = LoRARequest(lora_name="second", lora_int_id=5, lora_path=second.lora_path)
-                with pytest.raises(RequestError, match=r"has the name of 'second' \(number 2, .*, which is in use"):
+                with pytest.raises(RequestRefusedError, match=r"has the name of 'second' \(number 2, .*, which is in"):
                     await client.generate(PROMPT, short, lora=same)
                 with pytest.raises(UtilityError, match=r"adapters \[2\] are in use or pinned, and max_loras=1"):
                     await client.pin_lora(3)
@@ -72,7 +72,7 @@ async def test_directories_that_vanish(tmp_path: Path, traces: setups.Traces) ->
                 await anext(request)
                 shutil.rmtree(second.lora_path)
                 assert await client.collective_rpc("remove_lora", args=[2]) == [True]
-                with pytest.raises(RequestError, match="the adapter 'second' cannot be loaded"):
+                with pytest.raises(RequestRefusedError, match="the adapter 'second' cannot be loaded"):
                     await request.completion()
             assert (await other.completion()).token_ids == plain
 
@@ -80,7 +80,7 @@ async def test_directories_that_vanish(tmp_path: Path, traces: setups.Traces) ->
         assert await client.add_lora(third) is True
         assert await client.pin_lora(3) is True
         write_adapter(tmp_path / "second")
-        with pytest.raises(RequestError, match=r"no place on the device: max_loras=1, and adapters \[3\] are pinned"):
+        with pytest.raises(RequestRefusedError, match=r"no place on the device: max_loras=1, and adapters \[3\] are"):
             await client.generate(PROMPT, short, lora=second)
         assert (await client.generate(PROMPT, greedy)).token_ids == plain
         assert client.statistics().live_requests == 0
@@ -110,9 +110,9 @@ async def test_the_weights_are_those_of_the_request(small_model: Path, tmp_path:
             await client.remove_lora(number)
 
         assert await score("a", 1, paths[0]) == expected[0]
-        with pytest.raises(RequestError, match=r"'b' \(number 1, .* has the number of 'a' \(number 1, "):
+        with pytest.raises(RequestRefusedError, match=r"'b' \(number 1, .* has the number of 'a' \(number 1, "):
             await score("b", 1, paths[1])
-        with pytest.raises(RequestError, match=r"'a' \(number 1, '/nowhere'\) has the number of 'a' \(number 1, "):
+        with pytest.raises(RequestRefusedError, match=r"'a' .number 1, '/nowhere'. has the number of 'a' .number 1, "):
             await score("a", 1, "/nowhere")
         with pytest.raises(UtilityError, match="has the name of 'a'"):
             await client.add_lora(LoRARequest(lora_name="a", lora_int_id=2, lora_path=paths[1]))
@@ -124,6 +124,6 @@ async def test_the_weights_are_those_of_the_request(small_model: Path, tmp_path:
         await client.remove_lora(2)
         assert await score("a", 2, paths[0]) == expected[2]
         # The place of one that cannot be loaded is nobody else's.
-        with pytest.raises(RequestError, match="'absent' cannot be loaded"):
+        with pytest.raises(RequestRefusedError, match="'absent' cannot be loaded"):
             await score("absent", 7, "/nowhere")
         assert await client.list_loras() == [1, 2]

@@ -18,7 +18,7 @@ from anyengine import (
     EngineClient,
     MultiModalFeature,
     MultiModalField,
-    RequestError,
+    RequestRefusedError,
     SamplingParams,
     open_engine_client,
 )
@@ -247,7 +247,7 @@ async def test_what_is_wrong_with_a_feature_is_its_requests_alone(
             prompt, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True), features=features
         ) as beside:
             for make, message in WRONG.values():
-                with pytest.raises(RequestError, match=message):
+                with pytest.raises(RequestRefusedError, match=message):
                     await generate(client, prompt, make(features))
             tiles = with_field("pixel_values", lambda field: dataclasses.replace(field, data=list(field.data)))
             assert await generate(client, prompt, tiles(features)) == expected[0]
@@ -260,7 +260,7 @@ async def test_what_is_wrong_with_a_feature_is_its_requests_alone(
                 features[0], is_embed=places, fields={**features[0].fields, "pixel_attention_mask": mask}
             )
             expected_error = rf"features\[0\] has 7 embeddings, .* keeps 20 under .* '{features[0].identifier}'"
-            with pytest.raises(RequestError, match=expected_error):
+            with pytest.raises(RequestRefusedError, match=expected_error):
                 await generate(client, prompt, [other])
             assert (await anext(beside)).token_ids[0] == expected[0][0]
         assert await generate_all(client, image_requests) == expected
@@ -289,7 +289,7 @@ async def test_embeddings_in_place_of_an_image(
         answer = await generate(client, prompt, change(fields={"image_embeds": EMBEDS})(features))
         assert len(answer) == 8 and answer != expected[0]
         for message, fields in wrong.items():
-            with pytest.raises(RequestError, match=message):
+            with pytest.raises(RequestRefusedError, match=message):
                 await generate(client, prompt, change(fields=fields)(features))
         assert await generate(client, prompt, features) == expected[0]
 
@@ -298,7 +298,7 @@ async def test_embeddings_in_place_of_an_image(
 async def test_a_text_model_takes_none(address: str, image_requests: list[tuple[list[int], Features]]) -> None:
     async with open_engine_client(address=address) as client:
         assert "features" not in client.info.request_options
-        with pytest.raises(RequestError, match="engine 'vllm' does not support it; it supports cache_salt"):
+        with pytest.raises(RequestRefusedError, match="engine 'vllm' does not support it; it supports cache_salt"):
             await generate(client, *image_requests[0])
 
 
@@ -357,7 +357,7 @@ async def test_a_prompt_that_vllm_refuses(inputs: VllmInputs) -> None:
         ({}, "Prompt dictionary must contain text, tokens, or embeddings"),
         ({**prompt_of(ONE, [1]), "cache_salt": "mine"}, "pass it to the request, as cache_salt="),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestRefusedError, match=message):
             await inputs.process(prompt)
     with pytest.raises(TypeError, match=r"prompt='text' \(str\): expected a mapping, as vLLM takes it"):
         await inputs.process("text")  # type: ignore[arg-type]
@@ -377,5 +377,5 @@ async def test_inputs_for_a_rank_and_for_the_default_model(
     of_text = await VllmInputs.load(**setups.ARGUMENTS, enable_prompt_embeds=True)
     prompt, features = await of_text.process({"prompt": "Hello"})
     assert len(prompt) == 1 and features == []
-    with pytest.raises(RequestError, match=r"vLLM makes 'embeds' of the prompt, .* go to the request, as prompt_emb"):
+    with pytest.raises(RequestRefusedError, match=r"vLLM makes 'embeds' of the prompt, .* go to the request, as"):
         await of_text.process({"prompt_embeds": torch.zeros(4, 576)})

@@ -26,7 +26,7 @@ from anyengine import (
     EngineSpec,
     LoRARequest,
     PoolingParams,
-    RequestError,
+    RequestRefusedError,
     SamplingParams,
     StructuredOutputs,
     UtilityError,
@@ -138,10 +138,10 @@ async def test_structured_outputs(address: str, directory: Path, shape: Structur
 )
 async def test_refused_alone(address: str, prompt: list[int], params: dict[str, Any], expected: str) -> None:
     async with open_engine_client(address=address) as client:
-        with pytest.raises(RequestError, match=expected) as caught:
+        with pytest.raises(RequestRefusedError, match=expected) as caught:
             await client.generate(prompt, SamplingParams(max_tokens=3, **params))
         assert not str(caught.value).startswith("VLLM")  # a refusal, not a failure
-        with pytest.raises(RequestError, match="takes prompt_token_ids only"):
+        with pytest.raises(RequestRefusedError, match="takes prompt_token_ids only"):
             await client.generate(prompt_embeds=torch.zeros(3, 576), sampling_params=SamplingParams(max_tokens=3))
         assert len((await client.generate(PROMPT, SamplingParams(max_tokens=3))).token_ids) == 3
 
@@ -301,7 +301,7 @@ async def test_embeddings_and_adapters(directory: Path, tmp_path: Path, traces: 
         for given in (embeds, embeds.numpy(), table[PROMPT]):
             completion = await client.generate(prompt_embeds=given, sampling_params=SamplingParams(**GREEDY))
             assert completion.token_ids == expected.token_ids
-        with pytest.raises(RequestError, match="expected tokens x 576 numbers"):
+        with pytest.raises(RequestRefusedError, match="expected tokens x 576 numbers"):
             await client.generate(prompt_embeds=torch.zeros(3, 5), sampling_params=SamplingParams(**GREEDY))
 
         assert await client.list_loras() == []
@@ -327,7 +327,7 @@ async def test_embeddings_and_adapters(directory: Path, tmp_path: Path, traces: 
             await anext(other)
             for number, path in enumerate(bad_adapters(tmp_path), 20):
                 bad = LoRARequest(lora_name="bad", lora_int_id=number, lora_path=str(path))
-                with pytest.raises(RequestError, match=f"the adapter 'bad' cannot be loaded from '{path}'"):
+                with pytest.raises(RequestRefusedError, match=f"the adapter 'bad' cannot be loaded from '{path}'"):
                     await client.generate(PROMPT, params, lora=bad)
             assert (await other.completion()).finish_reason == "length"
         assert await client.list_loras() == []
@@ -344,7 +344,7 @@ async def test_what_is_not_finite_reaches_no_other_request(tmp_path: Path, trace
         for value in (math.nan, math.inf, 1e39):  # the last is infinite in the model's type
             embeds = torch.zeros(5, 576, dtype=torch.float64)
             embeds[2, 3] = value
-            with pytest.raises(RequestError, match="prompt_embeds hold NaN or infinity as float32"):
+            with pytest.raises(RequestRefusedError, match="prompt_embeds hold NaN or infinity as float32"):
                 await client.generate(prompt_embeds=embeds, sampling_params=params)
 
         prompts = [[token] * 40 for token in range(11, 15)]
@@ -373,9 +373,9 @@ async def test_pooling(traces: setups.Traces) -> None:
         assert math.isclose(float(first.norm()), 1, rel_tol=1e-3)
         assert torch.equal(first, again)
         assert not torch.allclose(first, other)
-        with pytest.raises(RequestError):
+        with pytest.raises(RequestRefusedError):
             await client.encode(PROMPT, PoolingParams(task="embed", dimensions=100_000))
-        with pytest.raises(RequestError):
+        with pytest.raises(RequestRefusedError):
             await client.generate(PROMPT, SamplingParams(max_tokens=2))
         assert torch.equal((await client.encode(PROMPT)).pooling_output, first)
 

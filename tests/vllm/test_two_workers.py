@@ -13,7 +13,7 @@ from tests.vllm.test_requests import PROMPT, write_adapter
 from anyengine import (
     EngineClient,
     LoRARequest,
-    RequestError,
+    RequestRefusedError,
     SamplingParams,
     UnencodableResultError,
     UtilityError,
@@ -60,7 +60,7 @@ async def test_failures(small_model: Path, tmp_path: Path, traces: setups.Traces
                 await client.collective_rpc("no.such.module:name")
             assert [each["greeting"] for each in await describe(client, "again")] == ["again", "again"]
 
-            with pytest.raises(RequestError, match=r"'absent' cannot be loaded .*workers 0, 1"):
+            with pytest.raises(RequestRefusedError, match=r"'absent' cannot be loaded .*workers 0, 1"):
                 await client.generate(PROMPT, GREEDY, lora=absent)
             assert await client.list_loras() == []
             tuned = await client.generate(PROMPT, GREEDY, lora=first)
@@ -68,7 +68,7 @@ async def test_failures(small_model: Path, tmp_path: Path, traces: setups.Traces
 
             # One worker has it and the other has not: then none has it.
             await client.collective_rpc("tests.vllm.in_workers:lose_adapter", args=[1, 2])
-            with pytest.raises(RequestError, match=r"'second' cannot be loaded .*worker 1: FileNotFoundError"):
+            with pytest.raises(RequestRefusedError, match=r"'second' cannot be loaded .*worker 1: FileNotFoundError"):
                 await client.generate(PROMPT, GREEDY, lora=second)
             assert await loaded(client) == [[1], [1]]
             assert await client.list_loras() == [1]

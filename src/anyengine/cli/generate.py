@@ -157,4 +157,4 @@ class _Generation:
                     self._figures.finish_reason = output.finish_reason
                     await self._output.write(output.text)
             except RequestError as error:  # of which there is one, so that its number says nothing
-                raise RequestError(str(error).removeprefix(f"request {stream.request_id}: ")) from error
+                raise type(error)(str(error).removeprefix(f"request {stream.request_id}: ")) from error

@@ -49,7 +49,11 @@ class Admission:
     def check(self) -> None:
         """:raises TooManyRequestsError: if one more request would be refused now"""
         if self._when_full == "refuse" and self._limit is not None and self._is_full():
-            raise TooManyRequestsError(self._limit)
+            raise TooManyRequestsError(
+                f"the client has {self._limit} live requests, which is its max_requests; wait for one to end or cancel "
+                f"one, or open the client with when_full='wait'",
+                self._limit,
+            )
 
     async def enter(self) -> None:
         """Return when one more request may live.

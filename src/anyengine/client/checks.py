@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from anyengine.brief import brief
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.multimodal import MultiModalFeature, check_places
 from anyengine.params import PoolingParams, RequestKeywords, RequestOptions, SamplingParams
 from anyengine.protocol.arrays import is_array
@@ -20,7 +20,7 @@ def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[i
     """The prompt's token ids as u32, copied; None if the prompt is embeddings.
 
     :raises TypeError: if a prompt has the wrong type, or not exactly one is given
-    :raises RequestError: if it is empty, holds an id that is not u32, or the engine takes no embeddings
+    :raises RequestRefusedError: if it is empty, holds an id that is not u32, or the engine takes no embeddings
     """
     if (token_ids is None) == (embeds is None):
         raise TypeError("expected exactly one of prompt_token_ids and prompt_embeds")
@@ -34,7 +34,7 @@ def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[i
     if not isinstance(sequence, Sequence):
         raise TypeError(f"prompt_token_ids={brief(token_ids)} ({type(token_ids).__name__}): expected token ids")
     if not len(sequence):
-        raise RequestError("prompt_token_ids=[]: expected at least one token")
+        raise RequestRefusedError("prompt_token_ids=[]: expected at least one token")
     try:
         # Refuses floats and numbers out of u32 at C speed; a loop over a long prompt would hold up the event loop.
         return array("I", sequence)
@@ -45,7 +45,7 @@ def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[i
                     f"prompt_token_ids[{index}]={brief(token)} ({type(token).__name__}): expected integers"
                 ) from None
             if not 0 <= token <= U32_MAX:
-                raise RequestError(f"prompt_token_ids[{index}]={token}: a token id is 0 to {U32_MAX}") from None
+                raise RequestRefusedError(f"prompt_token_ids[{index}]={token}: a token id is 0 to {U32_MAX}") from None
         raise
 
 
@@ -56,23 +56,25 @@ def _check_embeds(embeds: object, info: EngineInfo) -> None:
         )
     shape = tuple(cast("Any", embeds).shape)
     if len(shape) != 2 or 0 in shape:
-        raise RequestError(f"prompt_embeds of shape {list(shape)}: expected [tokens, hidden size], neither of them 0")
+        raise RequestRefusedError(
+            f"prompt_embeds of shape {list(shape)}: expected [tokens, hidden size], neither of them 0"
+        )
     if not info.prompt_embeds:
-        raise RequestError(f"prompt_embeds: engine {info.engine!r} takes prompt_token_ids only")
+        raise RequestRefusedError(f"prompt_embeds: engine {info.engine!r} takes prompt_token_ids only")
 
 
 def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
     """``sampling`` itself.
 
     :raises TypeError: if it is not SamplingParams
-    :raises RequestError: if it asks for something that the engine does not support; the message names it
+    :raises RequestRefusedError: if it asks for something that the engine does not support; the message names it
     """
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling_params={brief(sampling)} ({type(sampling).__name__}): expected a SamplingParams")
     for name, value in sampling.differences.items():
         if name not in info.sampling_parameters:
             supported = ", ".join(info.sampling_parameters) or "none"
-            raise RequestError(
+            raise RequestRefusedError(
                 f"SamplingParams.{name}={brief(value)}: engine {info.engine!r} does not support it; it supports "
                 f"{supported}"
             )
@@ -83,13 +85,13 @@ def check_pooling(pooling: object, info: EngineInfo) -> PoolingParams:
     """``pooling`` itself.
 
     :raises TypeError: if it is not PoolingParams
-    :raises RequestError: if the engine does not support its task
+    :raises RequestRefusedError: if the engine does not support its task
     """
     if not isinstance(pooling, PoolingParams):
         raise TypeError(f"pooling_params={brief(pooling)} ({type(pooling).__name__}): expected a PoolingParams")
     if pooling.task not in info.supported_tasks or pooling.task == "generate":
         supported = ", ".join(task for task in info.supported_tasks if task != "generate") or "none"
-        raise RequestError(
+        raise RequestRefusedError(
             f"PoolingParams.task={brief(pooling.task)}: engine {info.engine!r} has no such pooling task; "
             f"it has {supported}"
         )
@@ -100,14 +102,16 @@ def check_options(info: EngineInfo, given: RequestKeywords, pooling: PoolingPara
     """A request's options.
 
     :raises TypeError: if there is no such option, or one has the wrong type
-    :raises RequestError: if one is out of its range, or the engine does not support it; the message names it
+    :raises RequestRefusedError: if one is out of its range, or the engine does not support it; the message names it
     """
     if given:
         check_keywords(given, RequestKeywords)
     if pooling is None:
         if "generate" not in info.supported_tasks:
             supported = ", ".join(info.supported_tasks) or "none"
-            raise RequestError(f"engine {info.engine!r} generates no tokens; call encode() for its tasks: {supported}")
+            raise RequestRefusedError(
+                f"engine {info.engine!r} generates no tokens; call encode() for its tasks: {supported}"
+            )
         if not given:
             return NO_OPTIONS
     options = RequestOptions(**given, pooling=pooling)
@@ -115,7 +119,7 @@ def check_options(info: EngineInfo, given: RequestKeywords, pooling: PoolingPara
         value = getattr(options, name)
         if name not in info.request_options and value != getattr(NO_OPTIONS, name):
             supported = ", ".join(info.request_options) or "no such option"
-            raise RequestError(
+            raise RequestRefusedError(
                 f"{name}={brief(value)}: engine {info.engine!r} does not support it; it supports {supported}"
             )
     return options
@@ -124,12 +128,14 @@ def check_options(info: EngineInfo, given: RequestKeywords, pooling: PoolingPara
 def check_features(features: Sequence[MultiModalFeature], tokens: Sequence[int] | None) -> None:
     """Check that features fit their prompt.
 
-    :raises RequestError: if they do not, or the prompt is embeddings
+    :raises RequestRefusedError: if they do not, or the prompt is embeddings
     """
     if not features:
         return
     if tokens is None:
-        raise RequestError("features: expected prompt_token_ids, in which they have their places, not prompt_embeds")
+        raise RequestRefusedError(
+            "features: expected prompt_token_ids, in which they have their places, not prompt_embeds"
+        )
     check_places(features, len(tokens))
 
 
@@ -168,12 +174,12 @@ def check_request_id(request_id: object) -> str | None:
     """``request_id`` itself.
 
     :raises TypeError: if it is neither a string nor None
-    :raises RequestError: if it is empty
+    :raises RequestRefusedError: if it is empty
     """
     if request_id is not None and not isinstance(request_id, str):
         raise TypeError(f"request_id={brief(request_id)} ({type(request_id).__name__}): expected a string or None")
     if request_id == "":
-        raise RequestError("request_id='': expected a string with at least one character, or None")
+        raise RequestRefusedError("request_id='': expected a string with at least one character, or None")
     return request_id
 
 

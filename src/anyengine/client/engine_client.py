@@ -111,9 +111,9 @@ class EngineClient(EngineUtilities):
         :param options: what else the request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type
         :raises ValueError: if ``stall_limit`` is not a positive number
-        :raises RequestError: if the prompt is empty or holds an impossible token id, if ``max_tokens`` does not fit
-            beside it (``client.info.max_model_len``), if a feature has no place in it, if a live request has the same
-            id, or if the engine does not support a sampling parameter or an option
+        :raises RequestRefusedError: if the prompt is empty or holds an impossible token id, if ``max_tokens`` does not
+            fit beside it (``client.info.max_model_len``), if a feature has no place in it, if a live request has the
+            same id, or if the engine does not support a sampling parameter or an option
         :raises TooManyRequestsError: if the client has ``max_requests`` live requests and ``when_full="refuse"``
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
@@ -153,7 +153,7 @@ class EngineClient(EngineUtilities):
 
         Other parameters and errors as :meth:`open_request`; cancelling it aborts the request.
 
-        :raises RequestError: if the engine does not support the task
+        :raises RequestRefusedError: if the engine does not support the task
         :raises EngineDeadError: if the engine dies before the result
         """
         pooling = check_pooling(pooling_params, self.info)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, cast
+from typing import Literal
 
 import anyio
 from anyio.abc import TaskGroup
@@ -14,6 +14,7 @@ from anyio.abc import TaskGroup
 from anyengine.client.admission import WhenFull
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.keeper import EngineKeeper, RestartPolicy
+from anyengine.client.one_error import one_error
 from anyengine.client.options import ClientOptions, OnDeath, Placement
 from anyengine.client.services import (
     keep_pulse,
@@ -124,7 +125,7 @@ class EngineClientBlock:
         :raises EngineStartError: if it does not get ready
         """
         if self._entered:
-            raise EngineClosedError("this block was entered before; call open_engine_client again")
+            raise RuntimeError("this block was entered before; call open_engine_client again")
         self._entered = True
         await run_in_thread(sweep_directories, name="sweep", abandon_on_cancel=True)
         # Without a thread, though it takes a millisecond: a native cancellation could separate us from the result.
@@ -258,17 +259,12 @@ class EngineClientBlock:
                 return False
             return bool(await self._group.__aexit__(type(cancelled), cancelled, cancelled.__traceback__))
         except BaseExceptionGroup as group:
-            if error is not None and cancelled is None:
+            bodys_own = error if cancelled is None else None
+            failure = one_error(group, bodys_own)
+            if bodys_own is not None:
                 return False
-            raise _bare(group) from None
+            raise failure from None
         except anyio.get_cancelled_exc_class():
             if error is not None:
                 return False  # ``error`` goes on by itself
             raise
-
-
-def _bare(error: BaseException) -> BaseException:
-    if isinstance(error, BaseExceptionGroup):
-        inner = list(cast("BaseExceptionGroup[BaseException]", error).exceptions)
-        return _bare(inner[0]) if len(inner) == 1 else cast("BaseException", error)
-    return error

@@ -246,7 +246,7 @@ class RequestGroup:
     def _result(self, handle: int) -> Completion | RequestError:
         tokens, details = self._tokens.pop(handle), self._details.pop(handle)
         if details[-1].finish_reason == "error":
-            return RequestError(f"request {handle}: {details[-1].error or 'failed in the engine'}")
+            return details[-1].to_error(handle)
         return completion_of(str(handle), tokens, details)
 
     async def _leave(self) -> None:

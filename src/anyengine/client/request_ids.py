@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anyengine.brief import brief
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 
 
 class RequestIds:
@@ -17,9 +17,9 @@ class RequestIds:
         return len(self._ids)
 
     def check_free(self, request_id: str | None) -> None:
-        """:raises RequestError: if a live request has this id"""
+        """:raises RequestRefusedError: if a live request has this id"""
         if request_id in self._handles:
-            raise RequestError(f"request_id={brief(request_id)}: a live request has this id")
+            raise RequestRefusedError(f"request_id={brief(request_id)}: a live request has this id")
 
     def add(self, request_id: str, handle: int) -> None:
         """Give the request with this handle its name, which is free."""

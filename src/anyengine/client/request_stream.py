@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -11,7 +12,7 @@ import anyio
 from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint, checkpoint_if_cancelled
 
 from anyengine.client.waiters import CHECK_EVERY, ErrorFactory
-from anyengine.errors import EngineClosedError, RequestError, RequestStalledError
+from anyengine.errors import RequestStalledError
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol.outputs import OutputDetails
 from anyengine.protocol.sampling import NO_OPTIONS
@@ -83,7 +84,7 @@ class RequestStream:
         self._tokens: list[int] = []
         self._details: list[OutputDetails] = []
         self._finish: FinishReason | None = None
-        self._error: ErrorFactory | None = None
+        self._error: Callable[[], Exception] | None = None
         self._arrival: Wakeup | None = None
         self._parked = False  # the reader waits, and nothing has come that wakes it
         self._unchecked = 0
@@ -107,8 +108,7 @@ class RequestStream:
         if details is not None:
             self._finish = details.finish_reason
             if details.finish_reason == "error":
-                message = f"request {self.request_id}: {details.error or 'failed in the engine'}"
-                self._error = lambda: RequestError(message)
+                self._error = functools.partial(details.to_error, self.request_id)
             else:
                 self._details.append(details)
         if self._parked and (self._finish is not None or self._wakes_early):
@@ -144,12 +144,13 @@ class RequestStream:
     async def __aenter__(self) -> Self:
         """Send the request.
 
-        :raises RequestError: if a live request has the same id
+        :raises RequestRefusedError: if a live request has the same id
         :raises EngineDeadError: if the engine is dead
-        :raises EngineClosedError: if the client is closed, or this request was sent before
+        :raises EngineClosedError: if the client is closed
+        :raises RuntimeError: if this request was sent before
         """
         if self._entered:
-            raise EngineClosedError("a request can be sent once; call open_request again")
+            raise RuntimeError("a request can be sent once; call open_request again")
         self._entered = True
         try:
             await checkpoint_if_cancelled()
@@ -182,7 +183,7 @@ class RequestStream:
         assert self._handle is not None
         aborted = self._session.abort_stream(self._handle)
         if self._error is None and self._finish is None:
-            self._error = lambda: EngineClosedError(f"request {self.request_id}: its block was left")
+            self._error = lambda: anyio.ClosedResourceError(f"request {self.request_id}: its block was left")
             self._parked = False
             self.wake()
         if aborted:
@@ -199,7 +200,7 @@ class RequestStream:
 
     async def _readiness(self) -> None:
         if self._handle is None:
-            raise EngineClosedError("enter the request first: async with client.open_request(...) as request")
+            raise RuntimeError("enter the request first: async with client.open_request(...) as request")
         if self._ready():
             # A cancellation has to be looked for: on asyncio, AnyIO does not deliver it to a task whose wait is over,
             # as it always is on a busy stream.
@@ -255,7 +256,9 @@ class RequestStream:
 
         :raises RequestError: if the engine refused or failed this request
         :raises EngineDeadError: if the engine dies first
-        :raises EngineClosedError: if there is nothing left to read, or the client is closed first
+        :raises EngineClosedError: if the client is closed first
+        :raises RuntimeError: if it was not entered, or there is nothing left to read
+        :raises anyio.ClosedResourceError: if its block is left first
         """
         before = self._whole, self._wakes_early
         self._whole, self._wakes_early = True, self._stall_limit is not None
@@ -270,7 +273,7 @@ class RequestStream:
         """The same for a request that has ended."""
         tokens, details = self._take(whole=True)
         if not tokens and not details:
-            raise EngineClosedError(f"request {self.request_id} has ended, and all of it has been read")
+            raise RuntimeError(f"request {self.request_id} has ended, and all of it has been read")
         return completion_of(self.request_id or "", tokens, details)
 
     def _take(self, *, whole: bool) -> tuple[list[int], list[OutputDetails]]:

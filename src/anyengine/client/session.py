@@ -30,7 +30,7 @@ from anyengine.transport.endpoints import Endpoints
 from anyengine.transport.wakeup import Wakeup, wakeup_type
 from anyengine.types import EngineSpec, Health, HealthState, ProgressCallback
 
-E = TypeVar("E", bound=EngineError)
+E = TypeVar("E", bound=Exception)
 
 HEALTH_TIMEOUT = 2.0
 """Seconds without an answer, or without a step while there is work, after which an engine counts as unresponsive."""
@@ -160,7 +160,7 @@ class EngineSession:
 
         Registering and sending is the last that happens: if this raises, nothing has been sent.
 
-        :raises RequestError: if a live request has the same id, or it cannot travel
+        :raises RequestRefusedError: if a live request has the same id, or it cannot travel
         :raises Exception: as :meth:`admit`
         """
         leases: list[Lease] = []

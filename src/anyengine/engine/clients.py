@@ -16,6 +16,7 @@ from anyengine.engine.sharing import split, split_outputs
 from anyengine.errors import UnencodableError
 from anyengine.keys import ConnectionKeys
 from anyengine.protocol.bootstrap import Bootstrap
+from anyengine.protocol.error_kinds import ErrorKind
 from anyengine.protocol.outputs import StepOutputs
 
 logger: logging.Logger = logging.getLogger("anyengine")
@@ -132,10 +133,10 @@ class Clients:
             if connection.is_served:
                 connection.send(connection.machine.release(step, own))
 
-    def refuse(self, step: int, handle: int, problem: str) -> None:
-        """Send the last row of a request that failed on its own."""
+    def fail(self, step: int, handle: int, problem: str, kind: ErrorKind) -> None:
+        """Send the last row of a request that ended for an error of its own."""
         for connection, own in split(self.connections, [handle]):
-            connection.send(connection.machine.refuse(step, own, problem))
+            connection.send(connection.machine.fail(step, own, problem, kind))
 
     def send_figures(self, figures: Mapping[str, float]) -> None:
         """Send all clients the engine's own figures; those that cannot travel are dropped."""

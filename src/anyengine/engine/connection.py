@@ -219,7 +219,7 @@ class ClientConnection:
             except UnencodableError as error:
                 if more.finish_reason is None:
                     abort([self.internal(outputs.handles[row])])
-                details[row] = OutputDetails(finish_reason="error", error=str(error))
+                details[row] = OutputDetails(finish_reason="error", error=str(error), error_kind="failed")
         return StepOutputs(outputs.handles, outputs.token_ids, outputs.counts, details)
 
     def answerer(self, call_id: int) -> Callable[[Any, BaseException | None], None]:

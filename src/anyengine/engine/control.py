@@ -102,7 +102,7 @@ class SchedulerControl:
     def add_request(self, request: EngineRequest) -> None:
         """Hand a live request to the engine, or hold it while the engine is paused.
 
-        :raises RequestError: if the model's length has no room for it
+        :raises RequestRefusedError: if the model's length has no room for it
         :raises Exception: what the engine's ``add_request`` raised; that request is refused
         """
         if request.pooling is None:

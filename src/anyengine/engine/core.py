@@ -110,7 +110,10 @@ class EngineCore(abc.ABC):
     def add_request(self, request: EngineRequest) -> None:
         """Take a request; its handle is new.
 
-        :raises RequestError: if the request asks for something that the engine cannot do
+        :raises RequestRefusedError: if the request asks for something that the engine cannot do
+        :raises TooManyRequestsError: if the engine has as many requests as it takes
+        :raises Exception: if the engine failed at it. The caller gets a ``RequestFailedError``, also for a ValueError
+            or TypeError: those come from mistakes in the engine's code as well, and say nothing of whose fault it is
         """
 
     @abc.abstractmethod

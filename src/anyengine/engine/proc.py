@@ -25,6 +25,7 @@ from anyengine.engine.sharing import LiveHandles
 from anyengine.errors import ProtocolError, RequestError
 from anyengine.protocol import engine_machine as machine
 from anyengine.protocol.bootstrap import Bootstrap
+from anyengine.protocol.error_kinds import kind_of
 from anyengine.protocol.messages import MessageLostError
 from anyengine.protocol.requests import ShutdownMode
 
@@ -217,7 +218,7 @@ class EngineCoreProc:
         protocol = connection.machine
         match event:
             case machine.RequestReceived(message) if slot_of(message.handles[-1]):
-                connection.send(protocol.refuse(self._steps, message.handles, "its handle has more than 56 bits"))
+                connection.send(protocol.fail(self._steps, message.handles, "its handle has more than 56 bits"))
             case machine.RequestReceived(message):
                 self._figures.due = True
                 for request in connection.requests(message):
@@ -226,7 +227,7 @@ class EngineCoreProc:
                     except Exception as error:
                         self._refuse(request.handle, error)
             case machine.RequestMalformed(handles, problem):
-                connection.send(protocol.refuse(self._steps, handles, problem))
+                connection.send(protocol.fail(self._steps, handles, problem))
             case machine.AbortReceived(handles):
                 control.abort_requests([connection.internal(handle) for handle in handles])
             case machine.CallReceived(call_id, method, args):
@@ -255,10 +256,10 @@ class EngineCoreProc:
         if isinstance(error, RequestError):
             problem = message_of(error)
         else:
-            kind, message, text = describe_failure(error)
+            name, message, text = describe_failure(error)
             logger.warning("request %d failed in add_request:\n%s", handle, text)
-            problem = f"{kind}: {message}"
-        self._clients.refuse(self._steps, handle, problem)
+            problem = f"{name}: {message}"
+        self._clients.fail(self._steps, handle, problem, kind_of(error))
 
     def _call(
         self, control: SchedulerControl, connection: ClientConnection, call_id: int, method: str, args: Sequence[Any]

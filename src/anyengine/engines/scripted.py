@@ -26,7 +26,7 @@ from anyengine.engine.core import (
 )
 from anyengine.engines.faults import FaultUtilities
 from anyengine.engines.recorder import RecordingUtilities
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.lengths import token_limit
 from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
 
@@ -108,13 +108,13 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
         )
 
     def add_request(self, request: EngineRequest) -> None:
-        """:raises RequestError: if the prompt is not of token ids, has one outside the vocabulary, or is too long"""
+        """:raises RequestRefusedError: if the prompt is not of token ids of the vocabulary, or is too long"""
         prompt = request.prompt_token_ids
         if prompt is None:
-            raise RequestError("the scripted engine takes prompt_token_ids, not prompt_embeds")
+            raise RequestRefusedError("the scripted engine takes prompt_token_ids, not prompt_embeds")
         largest = max(prompt)
         if largest >= self._vocab_size:
-            raise RequestError(f"prompt token id {largest} is not below vocab_size {self._vocab_size}")
+            raise RequestRefusedError(f"prompt token id {largest} is not below vocab_size {self._vocab_size}")
         sampling = request.sampling
         self._waiting.append(
             _Running(

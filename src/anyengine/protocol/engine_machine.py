@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from anyengine.errors import ProtocolError
+from anyengine.protocol.error_kinds import ErrorKind
 from anyengine.protocol.handshake import Hello, Progress, Ready
 from anyengine.protocol.messages import PROTOCOL_VERSION, MessageLostError, decode_from_client, salvage, salvage_handles
 from anyengine.protocol.outputs import OutputDetails, StepOutputs, from_rows
@@ -186,9 +187,9 @@ class EngineMachine:
         aborted = OutputDetails(finish_reason="abort")
         return self.outputs(step, from_rows((handle, (), aborted) for handle in handles))
 
-    def refuse(self, step: int, handles: Sequence[int], problem: str) -> Frames:
-        """The last rows of requests that failed on their own."""
-        failed = OutputDetails(finish_reason="error", error=problem)
+    def fail(self, step: int, handles: Sequence[int], problem: str, kind: ErrorKind = "failed") -> Frames:
+        """The last rows of requests that ended for an error of their own."""
+        failed = OutputDetails(finish_reason="error", error=problem, error_kind=kind)
         return self.outputs(step, from_rows((handle, (), failed) for handle in handles))
 
     def answer(self, call_id: int, value: Any, error: tuple[str, str, str | None] | None = None) -> Frames:

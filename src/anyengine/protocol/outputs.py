@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from anyengine.brief import brief
-from anyengine.errors import ProtocolError, UnencodableError
+from anyengine.errors import ProtocolError, RequestError, UnencodableError
 from anyengine.protocol import arrays, cbor, packing
+from anyengine.protocol.error_kinds import ERROR_KINDS, ErrorKind, request_error
 from anyengine.types import FinishReason, TokenLogprobs
 
 _COLUMNS = (array, memoryview)
@@ -26,12 +27,14 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 class OutputDetails:
     """What few rows of a step have: the end of the request, or more than tokens.
 
-    ``error`` goes with the finish reason ``"error"`` and says in a sentence what was wrong with the request.
+    ``error`` goes with the finish reason ``"error"`` and says in a sentence what went wrong; ``error_kind`` says whose
+    fault that was, None being ``"failed"``. :meth:`to_error` makes the error of both.
     """
 
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_kind: ErrorKind | None = None
     logprobs: Sequence[TokenLogprobs] | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     pooling_output: Any = None
@@ -44,6 +47,7 @@ class OutputDetails:
         return (
             self.stop_reason
             is self.error
+            is self.error_kind
             is self.logprobs
             is self.prompt_logprobs
             is self.pooling_output
@@ -51,6 +55,11 @@ class OutputDetails:
             is self.events
             is None
         )
+
+    def to_error(self, request_id: object) -> RequestError:
+        """What is raised for a request that ended with the finish reason ``"error"``."""
+        message = f"request {request_id}: {self.error or 'failed in the engine'}"
+        return request_error(self.error_kind or "failed", message)
 
 
 _ENDINGS: Mapping[object, OutputDetails] = {reason: OutputDetails(finish_reason=reason) for reason in FINISH_REASONS}
@@ -188,7 +197,7 @@ def encode_details(details: OutputDetails, buffers: list[cbor.Buffer], path: str
         positions = getattr(details, name)
         if positions is not None:
             wire[name] = _encode_logprobs(positions, f"{path}.{name}")
-    for name in ("stop_reason", "pooling_output", "kv_transfer_params", "events"):
+    for name in ("stop_reason", "error_kind", "pooling_output", "kv_transfer_params", "events"):
         value = getattr(details, name)
         if value is not None:
             wire[name] = packing.pack(value, buffers, path=f"{path}.{name}")
@@ -223,6 +232,7 @@ _DETAIL_TYPES: dict[str, tuple[type, ...] | None] = {
     "finish_reason": (str,),
     "stop_reason": (int, str),
     "error": (str,),
+    "error_kind": (str,),
     "logprobs": (list,),
     "prompt_logprobs": (list,),
     "pooling_output": None,
@@ -241,6 +251,8 @@ def _problem(name: str, value: object) -> str | None:
         return f"unexpected {type(value).__name__}"
     if name == "finish_reason" and value not in FINISH_REASONS:
         return f"{brief(value)} is not one of {', '.join(FINISH_REASONS)}"
+    if name == "error_kind" and value not in ERROR_KINDS:
+        return f"{brief(value)} is not one of {', '.join(ERROR_KINDS)}"
     return None
 
 

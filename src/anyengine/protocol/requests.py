@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from anyengine.brief import brief
-from anyengine.errors import ProtocolError, RequestError
+from anyengine.errors import ProtocolError, RequestRefusedError
 from anyengine.multimodal import check_places
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.protocol import cbor, packing
@@ -84,7 +84,7 @@ class Add(NamedTuple):
                 raise ProtocolError("ADD carries features, but not the token ids of one prompt")
             try:
                 check_places(add.options.features, len(prompts[0]))
-            except RequestError as error:
+            except RequestRefusedError as error:
                 raise ProtocolError(f"ADD carries impossible features: {error}") from None
         return add
 

@@ -14,7 +14,6 @@ from anyengine.client.keeper import RestartPolicy
 from anyengine.client.opening import EngineClientBlock, open_engine_client
 from anyengine.client.options import OnDeath, Placement
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits
-from anyengine.errors import EngineClosedError
 from anyengine.process.launcher import ProcessLauncher
 from anyengine.sync_client.loop_handle import Backend
 from anyengine.sync_client.portal import Portal
@@ -96,7 +95,7 @@ class SyncEngineClientBlock:
         :raises EngineStartError: if it does not get ready
         """
         if self._portal is not None:
-            raise EngineClosedError("this block was entered before; call open_sync_engine_client again")
+            raise RuntimeError("this block was entered before; call open_sync_engine_client again")
         self._portal = Portal(self._block, self._backend)
         return SyncEngineClient(self._portal, self._portal.open())
 

@@ -25,7 +25,7 @@ from anyengine.client.engine_client import EngineClient, session_of
 from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.session import HEALTH_TIMEOUT
 from anyengine.client.waiters import without_rows
-from anyengine.errors import EngineClosedError, RequestError
+from anyengine.errors import EngineClosedError, RequestRefusedError
 from anyengine.lengths import token_limit
 from anyengine.params import PoolingParams, RequestKeywords, SamplingParams
 from anyengine.protocol.outputs import StepOutputs
@@ -205,7 +205,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         :param options: what else each request asks for, see :class:`RequestKeywords`
         :raises TypeError: if an argument has the wrong type; while iterating, if a prompt has
         :raises ValueError: if ``max_concurrency`` is below 1
-        :raises RequestError: if the engine does not support a sampling parameter or an option
+        :raises RequestRefusedError: if the engine does not support a sampling parameter or an option
         :raises EngineDeadError: if the engine is dead; while iterating, if it dies, after all results from before
         :raises EngineClosedError: if the client is closed, before or meanwhile
         """
@@ -215,7 +215,7 @@ class SyncEngineClient(BlockingEngineUtilities):
         checked = check_options(self.info, options)
         sampling = check_sampling(sampling_params, self.info)
         if checked.features:
-            raise RequestError("features have their places in one prompt: use generate() or stream()")
+            raise RequestRefusedError("features have their places in one prompt: use generate() or stream()")
         group = self._portal.call_now(
             functools.partial(RequestGroup, self._session, sampling, checked, max_concurrency)
         )

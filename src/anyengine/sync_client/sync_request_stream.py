@@ -40,9 +40,10 @@ class SyncRequestStream:
     def __enter__(self) -> Self:
         """Send the request.
 
-        :raises RequestError: if a live request has the same id
+        :raises RequestRefusedError: if a live request has the same id
         :raises EngineDeadError: if the engine is dead
-        :raises EngineClosedError: if the client is closed, or this request was sent before
+        :raises EngineClosedError: if the client is closed
+        :raises RuntimeError: if this request was sent before
         """
         self._portal.call(self._stream.__aenter__, undo=self._abort)
         self._entered = True
@@ -68,13 +69,14 @@ class SyncRequestStream:
 
         :raises RequestError: if the engine refused or failed this request
         :raises EngineDeadError: if the engine dies first
-        :raises EngineClosedError: if there is nothing left to read, or the client is closed first
+        :raises EngineClosedError: if the client is closed first
+        :raises RuntimeError: if it was not entered, or there is nothing left to read
         """
         return self._call(self._stream.completion, self._stream.completion_nowait)
 
     def _call(self, function: Callable[[], Awaitable[T]], read: Callable[[], T]) -> T:
         if not self._entered:
-            raise EngineClosedError("enter the request first: with client.stream(...) as request")
+            raise RuntimeError("enter the request first: with client.stream(...) as request")
 
         async def call() -> T:
             try:

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anyengine.brief import brief
-from anyengine.errors import ModelError, RequestError
+from anyengine.errors import ModelError, RequestRefusedError
 
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
 """What rendering raises over a conversation that the template was not made for."""
@@ -60,20 +60,22 @@ class ChatTemplate:
 
         :param variables: what else the caller says; the template must refer to each that is not None
         :raises TypeError: if ``messages`` is not a sequence of mappings
-        :raises RequestError: if a message has no role or one that nobody knows, if the template refuses the
+        :raises RequestRefusedError: if a message has no role or one that nobody knows, if the template refuses the
             conversation or fails on it, or if it leaves out the tools or refers to no such variable
         """
         checked = self._check(messages)
         for name, value in variables.items():
             if value is not None and name not in self._names:
-                raise RequestError(f"{name}={brief(value)}: the model's chat template does not refer to it{self._hint}")
+                raise RequestRefusedError(
+                    f"{name}={brief(value)}: the model's chat template does not refer to it{self._hint}"
+                )
         given = {"documents": None, "add_generation_prompt": add_generation_prompt, **variables, "messages": checked}
         try:
             text = self._render({**given, "tools": tools})
         except _FAILURES as error:
-            raise RequestError(f"the model's chat template refuses this conversation: {error}") from error
+            raise RequestRefusedError(f"the model's chat template refuses this conversation: {error}") from error
         if tools and ("tools" not in self._names or self._is_rendered_to(text, {**given, "tools": None})):
-            raise RequestError(
+            raise RequestRefusedError(
                 "tools: the model's chat template leaves them out of this conversation, so the model would not see them"
             )
         return text
@@ -97,7 +99,7 @@ class ChatTemplate:
             raise TypeError(f"messages={brief(messages)} ({type(messages).__name__}): expected a list of messages")
         listed = cast("Sequence[Any]", messages)
         if not listed:
-            raise RequestError("messages=[]: expected at least one message")
+            raise RequestRefusedError("messages=[]: expected at least one message")
         for index, message in enumerate(listed):
             if not isinstance(message, Mapping):
                 kind = type(message).__name__
@@ -106,11 +108,11 @@ class ChatTemplate:
                 )
             role = cast("Mapping[str, Any]", message).get("role")
             if not isinstance(role, str):
-                raise RequestError(f"messages[{index}] has the role {brief(role)}: expected a string")
+                raise RequestRefusedError(f"messages[{index}] has the role {brief(role)}: expected a string")
             # Many templates print any role, so that a misspelt one would only be noticed in the answers. Some models
             # have roles of their own, and those stand in the template.
             if role not in _ROLES and f"'{role}'" not in self._source and f'"{role}"' not in self._source:
-                raise RequestError(
+                raise RequestRefusedError(
                     f"messages[{index}] has the role {brief(role)}: expected one of {', '.join(_ROLES)}, or one that "
                     "the model's chat template names"
                 )

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from anyengine.brief import brief
 from anyengine.client.engine_client import EngineClient
-from anyengine.errors import ModelError, RequestError
+from anyengine.errors import ModelError, RequestRefusedError
 from anyengine.params import SamplingParams
 from anyengine.process.threads import run_in_thread
 from anyengine.sync_client.sync_engine_client import SyncEngineClient
@@ -94,7 +94,7 @@ class ModelText:
 
         :param add_special_tokens: whether the model's own tokens around a text, as for its beginning, are added
         :raises TypeError: if ``text`` is not a string
-        :raises RequestError: if it holds half of a surrogate pair
+        :raises RequestRefusedError: if it holds half of a surrogate pair
         """
         if not isinstance(text, str):
             raise TypeError(f"text={brief(text)} ({type(text).__name__}): expected a string")
@@ -107,7 +107,7 @@ class ModelText:
             place = next((index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
             if place is None:
                 raise
-            raise RequestError(f"the text holds half of a surrogate pair ({text[place]!r}) at {place}") from None
+            raise RequestRefusedError(f"the text holds half of a surrogate pair ({text[place]!r}) at {place}") from None
 
     def encode_chat(
         self,
@@ -126,7 +126,7 @@ class ModelText:
         :param variables: more that the template refers to, as ``enable_thinking``; refused if it does not
         :raises TypeError: if ``messages`` is not a list of mappings
         :raises ModelError: if the model has no chat template, or one that is malformed, or a package is missing
-        :raises RequestError: if a message has no role or one that nobody knows, if the template refuses the
+        :raises RequestRefusedError: if a message has no role or one that nobody knows, if the template refuses the
             conversation, leaves out the tools, or does not refer to one of the variables
         """
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
@@ -195,7 +195,7 @@ class ModelText:
         :param prompt: text to go on from, the messages of a chat to answer, or token ids to go on from
         :param options: ``stop`` and others, see :class:`TextOptions`
         :raises TypeError: if an argument has the wrong type, here or when it is entered
-        :raises RequestError: if a stop string is empty; when it is entered, if the prompt cannot be encoded (see
+        :raises RequestRefusedError: if a stop string is empty; when it is entered, if the prompt cannot be encoded (see
             :meth:`encode` and :meth:`encode_chat`), and as :meth:`EngineClient.open_request`
         :raises ModelError: when it is entered, if messages are given and the model has no chat template
         """

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from anyengine.brief import brief
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 
 
 def check_stop(stop: object) -> tuple[str, ...]:
     """The stop strings, of which one may stand alone.
 
     :raises TypeError: if ``stop`` is neither a string nor a sequence of strings
-    :raises RequestError: if a stop string is empty
+    :raises RequestRefusedError: if a stop string is empty
     """
     if isinstance(stop, str):
         stop = (stop,)
@@ -25,7 +25,7 @@ def check_stop(stop: object) -> tuple[str, ...]:
         if not isinstance(string, str):
             raise TypeError(f"stop[{index}]={brief(string)} ({type(string).__name__}): expected a string")
         if not string:
-            raise RequestError(f"stop[{index}]='': expected at least one character")
+            raise RequestRefusedError(f"stop[{index}]='': expected at least one character")
     return strings
 
 

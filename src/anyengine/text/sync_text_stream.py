@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from anyengine.errors import EngineClosedError, EngineDeadError, EngineError
+from anyengine.errors import EngineDeadError, EngineError
 from anyengine.sync_client.sync_engine_client import SyncEngineClient
 from anyengine.sync_client.sync_request_stream import SyncRequestStream
 from anyengine.text.assembler import TextAssembler
@@ -35,7 +35,7 @@ class SyncTextStream:
     def __enter__(self) -> Self:
         """Encode the prompt and send the request. Errors as :meth:`TextStream.__aenter__`."""
         if self._running is not None:
-            raise EngineClosedError("a request can be sent once; call open_sync_stream again")
+            raise RuntimeError("a request can be sent once; call open_sync_stream again")
         token_ids = self._request.encode()
         stream = self._client.stream(token_ids, self._request.sampling, **self._request.client_options)
         self.prompt_token_ids = token_ids
@@ -73,10 +73,10 @@ class SyncTextStream:
         stream, assembler = self._entered()
         outputs = list(self) if self._request.stops_at_strings else [assembler.feed(stream.completion())]
         if not outputs:
-            raise EngineClosedError(f"request {self.request_id} has ended, and all of it has been read")
+            raise RuntimeError(f"request {self.request_id} has ended, and all of it has been read")
         return joined(outputs, self.prompt_token_ids)
 
     def _entered(self) -> tuple[SyncRequestStream, TextAssembler]:
         if self._running is None:
-            raise EngineClosedError("enter the request first: with text.open_sync_stream(...) as stream")
+            raise RuntimeError("enter the request first: with text.open_sync_stream(...) as stream")
         return self._running

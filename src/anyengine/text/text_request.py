@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 from anyengine.brief import brief
 from anyengine.client.checks import check_keywords
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.params import RequestKeywords, SamplingParams
 from anyengine.text.assembler import TextAssembler
 from anyengine.text.stop_strings import check_stop
@@ -45,7 +45,7 @@ class TextRequest:
 
     :raises TypeError: if there is no such option, or one has the wrong type, or the prompt is of none of the three
         kinds
-    :raises RequestError: if a stop string is empty
+    :raises RequestRefusedError: if a stop string is empty
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TextRequest:
             return cast("list[int]", tolist() if callable(tolist) else list(self._prompt))
         token_ids = self._text.encode(self._prompt)
         if not token_ids:
-            raise RequestError(f"prompt={brief(self._prompt)}: expected text that has at least one token")
+            raise RequestRefusedError(f"prompt={brief(self._prompt)}: expected text that has at least one token")
         return token_ids
 
     def assembler(self, prompt_token_ids: Sequence[int]) -> TextAssembler:

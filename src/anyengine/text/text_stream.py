@@ -10,7 +10,7 @@ from anyio.lowlevel import checkpoint
 
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.request_stream import RequestStream
-from anyengine.errors import EngineClosedError, EngineDeadError, EngineError
+from anyengine.errors import EngineDeadError, EngineError
 from anyengine.process.threads import run_in_thread
 from anyengine.text.assembler import TextAssembler
 from anyengine.text.outputs import TextCompletion, TextOutput, joined
@@ -46,10 +46,11 @@ class TextStream:
         :raises RequestError: if the prompt cannot be encoded, and as :meth:`EngineClient.open_request`
         :raises ModelError: if messages are given and the model has no chat template
         :raises EngineDeadError: if the engine is dead
-        :raises EngineClosedError: if the client is closed, or this request was sent before
+        :raises EngineClosedError: if the client is closed
+        :raises RuntimeError: if this request was sent before
         """
         if self._sent:
-            raise EngineClosedError("a request can be sent once; call open_stream again")
+            raise RuntimeError("a request can be sent once; call open_stream again")
         self._sent = True
         if self._request.characters() <= ENCODED_IN_PLACE:
             token_ids = self._request.encode()
@@ -97,7 +98,8 @@ class TextStream:
 
         :raises RequestError: if the engine refused or failed this request
         :raises EngineDeadError: if the engine dies first
-        :raises EngineClosedError: if there is nothing left to read, or the client is closed first
+        :raises EngineClosedError: if the client is closed first
+        :raises RuntimeError: if it was not entered, or there is nothing left to read
         """
         stream, assembler = self._entered()
         if self._request.stops_at_strings:
@@ -105,10 +107,10 @@ class TextStream:
         else:  # then nobody has to look at the tokens before the end
             outputs = [assembler.feed(await stream.completion())]
         if not outputs:
-            raise EngineClosedError(f"request {self.request_id} has ended, and all of it has been read")
+            raise RuntimeError(f"request {self.request_id} has ended, and all of it has been read")
         return joined(outputs, self.prompt_token_ids)
 
     def _entered(self) -> tuple[RequestStream, TextAssembler]:
         if self._running is None:
-            raise EngineClosedError("enter the request first: async with text.open_stream(...) as stream")
+            raise RuntimeError("enter the request first: async with text.open_stream(...) as stream")
         return self._running

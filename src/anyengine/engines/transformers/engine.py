@@ -140,7 +140,7 @@ class TransformersEngine(WorkerUtilities):
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
 
-        :raises RequestError: if it asks for something that this engine or its model cannot do
+        :raises RequestRefusedError: if it asks for something that this engine or its model cannot do
         """
         self._scheduler.add(requests.accept(request, self._info, self._model, self._sampler))
 

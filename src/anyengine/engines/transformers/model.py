@@ -13,7 +13,7 @@ import transformers
 from anyengine.engines.transformers import attention, requirements
 from anyengine.engines.transformers.kv_cache import KVCache, KVLayout
 from anyengine.engines.transformers.scheduler import Chunk, Request
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,20 +98,20 @@ class CausalModel:
     def as_embeds(self, value: Any) -> torch.Tensor:
         """A prompt of embeddings, ``[token, hidden]``: from a tensor, a numpy array or a ``WireArray``.
 
-        :raises RequestError: if it is something else, or has another shape, or holds what is not a finite number
+        :raises RequestRefusedError: if it is something else, or has another shape, or holds what is not a finite number
         """
         try:
             embeds = torch.as_tensor(value.to_torch() if hasattr(value, "to_torch") else value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise RequestError(f"prompt_embeds cannot become a torch tensor: {error}") from error
+            raise RequestRefusedError(f"prompt_embeds cannot become a torch tensor: {error}") from error
         if embeds.ndim != 2 or embeds.shape[1] != self._hidden_size or not embeds.is_floating_point():
-            raise RequestError(
+            raise RequestRefusedError(
                 f"prompt_embeds of shape {list(embeds.shape)} and {embeds.dtype}: "
                 f"expected [tokens, {self._hidden_size}] of floats"
             )
         embeds = embeds.to(device=self.device, dtype=self.dtype)
         if not embeds.isfinite().all():
-            raise RequestError(f"prompt_embeds holds NaN, or numbers that are infinite in {self.dtype}")
+            raise RequestRefusedError(f"prompt_embeds holds NaN, or numbers that are infinite in {self.dtype}")
         return embeds
 
     def forward(self, chunks: list[Chunk], cache: KVCache) -> StepLogits:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from anyengine.engine.core import EngineRequest, OutputDetails
 from anyengine.engines.transformers.scheduler import Request
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.lengths import token_limit
 from anyengine.params import SamplingParams
 from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
@@ -23,26 +23,26 @@ _MAX_PROMPT_LOGPROBS = 2**22
 def accept(request: EngineRequest, info: EngineInfo, model: CausalModel, sampler: Sampler) -> Request:
     """The request as the scheduler takes it.
 
-    :raises RequestError: if it asks for something that this engine or its model cannot do
+    :raises RequestRefusedError: if it asks for something that this engine or its model cannot do
     """
     params = request.sampling
     unsupported = params.differences.keys() - set(info.sampling_parameters)
     if unsupported:
         names = ", ".join(f"SamplingParams.{name}" for name in sorted(unsupported))
-        raise RequestError(f"the transformers engine does not support {names}")
+        raise RequestRefusedError(f"the transformers engine does not support {names}")
     embeds = None if request.prompt_embeds is None else model.as_embeds(request.prompt_embeds)
     tokens = [0] * len(embeds) if embeds is not None else list(request.prompt_token_ids or ())
     length = len(tokens)
     if not tokens:
-        raise RequestError("the prompt is empty")
+        raise RequestRefusedError("the prompt is empty")
     if max(tokens) >= model.vocab_size:
-        raise RequestError(f"the prompt holds token {max(tokens)}: the model has {model.vocab_size} tokens")
+        raise RequestRefusedError(f"the prompt holds token {max(tokens)}: the model has {model.vocab_size} tokens")
     if params.prompt_logprobs is not None:
         if embeds is not None:
-            raise RequestError("SamplingParams.prompt_logprobs: a prompt of embeddings has no tokens to score")
+            raise RequestRefusedError("SamplingParams.prompt_logprobs: a prompt of embeddings has no tokens to score")
         most = _MAX_PROMPT_LOGPROBS // length
         if min(params.prompt_logprobs, model.vocab_size) > most:
-            raise RequestError(
+            raise RequestRefusedError(
                 f"SamplingParams.prompt_logprobs={params.prompt_logprobs}: expected at most {most} for a prompt of "
                 f"{length} tokens"
             )
@@ -90,8 +90,7 @@ def _ending(
     """Why the request ends with this token, if it does: the reason, the stop token, and what went wrong."""
     params: SamplingParams = request.sampling.params
     if token < 0:
-        problem = "the model's logits are not finite numbers, or every token is forbidden"
-        return "error", None, f"no token can be sampled: {problem}"
+        return "error", None, "no token can be sampled: the model's logits are not finite numbers"
     if token in eos_token_ids and not params.ignore_eos:
         return "stop", None, None
     if token in params.stop_token_ids:

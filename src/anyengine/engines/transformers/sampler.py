@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import torch
 
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.params import SamplingParams
 from anyengine.types import TokenLogprobs
 
@@ -58,15 +58,22 @@ class Sampler:
     def start(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingState:
         """The state of a new request.
 
-        :raises RequestError: if a parameter names a token that the model does not have, or a bias is not a number
+        :raises RequestRefusedError: if a parameter names a token that the model does not have, a bias is not a number,
+            or all tokens are forbidden
         """
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             worst = max(getattr(params, name) or (0,))
             if worst >= self._vocab_size:
-                raise RequestError(f"SamplingParams.{name} holds {worst}: the model has {self._vocab_size} tokens")
+                raise RequestRefusedError(
+                    f"SamplingParams.{name} holds {worst}: the model has {self._vocab_size} tokens"
+                )
         for token, bias in params.logit_bias.items():
             if math.isnan(bias) or bias == math.inf:
-                raise RequestError(f"SamplingParams.logit_bias[{token}]={bias}: expected a number or minus infinity")
+                raise RequestRefusedError(
+                    f"SamplingParams.logit_bias[{token}]={bias}: expected a number or minus infinity"
+                )
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        self._check_allowed(params, stops)
         # With one candidate left the rest of the parameters decide nothing, and this way ties end as in greedy.
         state = SamplingState(params=params, greedy=params.temperature == 0 or params.top_k == 1)
         if params.seed is not None and not state.greedy:
@@ -77,7 +84,6 @@ class Sampler:
         if params.logit_bias:
             state.bias = torch.zeros(self._vocab_size, device=self._device) if state.bias is None else state.bias
             state.bias[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), device=self._device)
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         if params.min_tokens and stops:
             state.stops = torch.tensor(sorted(stops), device=self._device)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
@@ -86,14 +92,24 @@ class Sampler:
             state.prompt[list(prompt)] = True
         return state
 
+    def _check_allowed(self, params: SamplingParams, stops: Set[int]) -> None:
+        forbidden = {token for token, bias in params.logit_bias.items() if bias < torch.finfo(torch.float32).min}
+        if params.min_tokens:
+            forbidden |= stops
+        allowed = range(self._vocab_size) if params.allowed_token_ids is None else set(params.allowed_token_ids)
+        if len(forbidden) >= len(allowed) and forbidden.issuperset(allowed):
+            raise RequestRefusedError(
+                "SamplingParams forbid every token: by allowed_token_ids, a logit_bias that is minus infinity in 32 "
+                "bits, and min_tokens, before which no stop token may come"
+            )
+
     @torch.inference_mode()
     def sample(
         self, logits: torch.Tensor, states: Sequence[SamplingState]
     ) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """The next token of each row of ``logits`` ``[request, vocab]``, and log-probabilities of rows that want them.
 
-        Log-probabilities are those of the logits as they are. A token is -1 if the row holds NaN or infinity, or if
-        its request allows no token at all.
+        Log-probabilities are those of the logits as they are. A token is -1 if the row holds NaN or infinity.
         """
         wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         logprobs = logits[wanted].float().log_softmax(-1) if wanted else None

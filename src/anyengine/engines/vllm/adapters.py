@@ -9,16 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
+from anyengine.engine.failures import message_of
 from anyengine.engines.vllm.calls import WorkerCallError
 from anyengine.engines.vllm.held import Held, HeldRequests
 from anyengine.engines.vllm.parameters import lora_request
-from anyengine.errors import RequestError
+from anyengine.errors import RequestError, RequestFailedError, RequestRefusedError
 from anyengine.params import LoRARequest
 
 logger: logging.Logger = logging.getLogger("anyengine")
 
 SPARE_PLACES = 1
 """Adapters that vLLM has to have memory for beside ``max_cpu_loras``: one more is loaded, and then one is dropped."""
+
+_OUT_OF_MEMORY = frozenset({"OutOfMemoryError", "MemoryError"})
+"""What a worker fails of in loading an adapter with which nothing need be wrong. All else lies in the files, which the
+request named."""
 
 
 class Adapters:
@@ -74,7 +79,7 @@ class Adapters:
     def for_vllm(self, lora: LoRARequest) -> Any:
         """The adapter as vLLM is told of it, by a name that no other adapter has had.
 
-        :raises RequestError: if its number or its name is that of another one that is loaded or in use
+        :raises RequestRefusedError: if its number or its name is that of another one that is loaded or in use
         """
         self._check(lora)
         name, version = lora.lora_name, self._version(lora)
@@ -85,8 +90,9 @@ class Adapters:
     def add(self, request_id: str, lora: LoRARequest, enqueue: Callable[[], None], priority: int = 0) -> None:
         """Load an adapter and call ``enqueue``, now or in :meth:`admit`, where a lower ``priority`` comes first.
 
-        :raises RequestError: if it cannot be loaded, or has the number or name of another one that is loaded or in use,
-            or no place because of those that are pinned
+        :raises RequestRefusedError: if it cannot be loaded, or has the number or name of another one that is loaded or
+            in use, or no place because of those that are pinned
+        :raises RequestFailedError: if a worker has no memory for it, or could not unload another one
         """
         self._check(lora)
         request = Held(request_id, lora, enqueue, priority)
@@ -109,12 +115,12 @@ class Adapters:
             self._take_from_held(waiting)
             self._room = True
 
-    def admit(self) -> dict[str, str]:
+    def admit(self) -> dict[str, RequestError]:
         """Before a step: see to it that what it may need is loaded, and let requests in whose turn it is.
 
         Returns what is wrong with those that cannot go on, by their ids; vLLM has to be told to drop them.
         """
-        failed: dict[str, str] = {}
+        failed: dict[str, RequestError] = {}
         if self._suspect:
             failed = self._load_again()
             self.end(failed)
@@ -125,9 +131,9 @@ class Adapters:
             failed |= refused
         return failed
 
-    def _let_in_held(self) -> dict[str, str]:
-        failed: dict[str, str] = {}
-        broken: dict[int, str] = {}  # not tried again for each of the requests
+    def _let_in_held(self) -> dict[str, RequestError]:
+        failed: dict[str, RequestError] = {}
+        broken: dict[int, RequestError] = {}  # not tried again for each of the requests
         gone: list[str] = []
         overtaking: list[int] = []
         numbers = self._open_to(self._held.numbers)
@@ -138,12 +144,12 @@ class Adapters:
                 continue
             try:
                 if request.number in broken:
-                    raise RequestError(broken[request.number])
+                    raise broken[request.number]
                 self._let_in(request)
+            except RequestError as error:
+                failed[request.request_id] = broken[request.number] = error.with_traceback(None)
             except Exception as error:
-                failed[request.request_id] = str(error)
-                if isinstance(error, RequestError):
-                    broken[request.number] = str(error)
+                failed[request.request_id] = RequestFailedError(f"{type(error).__name__}: {message_of(error)}")
             else:
                 if len(gone) < place:
                     overtaking.append(request.priority)
@@ -161,7 +167,7 @@ class Adapters:
         if number not in self._running:
             taken = self._pinned - {number}
             if len(taken) >= self._limit:
-                raise RequestError(
+                raise RequestRefusedError(
                     f"the adapter {request.lora.lora_name!r} has no place on the device: "
                     f"max_loras={self._places}, and adapters {sorted(taken)} are pinned"
                 )
@@ -201,8 +207,9 @@ class Adapters:
     def load(self, lora: LoRARequest) -> bool:
         """Load an adapter; False if it is there already. It may take the place of one that no request uses.
 
-        :raises RequestError: if it cannot be loaded, or has the number or name of another one that is loaded or in use,
-            or all that are loaded are in use or pinned
+        :raises RequestRefusedError: if it cannot be loaded, or has the number or name of another one that is loaded or
+            in use, or all that are loaded are in use or pinned
+        :raises RequestFailedError: if a worker has no memory for it, or could not unload another one
         """
         self._check(lora)
         return self._load(lora)
@@ -210,10 +217,11 @@ class Adapters:
     def remove(self, number: int) -> bool:
         """Unload an adapter; whether there was one. One that comes with its name is another one, from wherever it is.
 
-        :raises RequestError: if there are requests for it: they would go on with what is read from its directory now
+        :raises RequestRefusedError: if there are requests for it: they would go on with what is read from its directory
+            now
         """
         if requests := self._running[number] + self._held.numbers[number]:
-            raise RequestError(
+            raise RequestRefusedError(
                 f"remove_lora({number}): requests are using the adapter {self._by_number[number].lora_name!r} "
                 f"({requests} of them); abort them, or wait for their ends"
             )
@@ -228,14 +236,14 @@ class Adapters:
     def pin(self, number: int) -> bool:
         """Keep an adapter from being dropped.
 
-        :raises RequestError: if requests use others, which would have no place on the device then, or if only some
-            workers have it, which could not unload it
+        :raises RequestRefusedError: if requests use others, which would have no place on the device then
+        :raises RequestFailedError: if only some workers have it, which could not unload it
         """
         if self._suspect:
             self._compare()
         self._refuse_stuck(number)
         if len(others := (self._running.keys() | self._pinned) - {number}) >= self._places:
-            raise RequestError(
+            raise RequestRefusedError(
                 f"pin_lora({number}): adapters {sorted(others)} are in use or pinned, and max_loras={self._places}"
             )
         if pinned := all(self._call("pin_lora", number)):
@@ -267,7 +275,7 @@ class Adapters:
             return False
         taken = (self._running.keys() | self._pinned) - {number}
         if len(taken) >= self._capacity:
-            raise RequestError(
+            raise RequestRefusedError(
                 f"the adapter {lora.lora_name!r} has no place: "
                 f"max_cpu_loras={self._capacity}, and adapters {sorted(taken)} are in use or pinned"
             )
@@ -275,7 +283,7 @@ class Adapters:
         # vLLM itself would drop one, maybe one that is in use.
         while len(self._loaded) + len(self._stuck) >= self._capacity + SPARE_PLACES:
             if not self._make_room(taken):
-                raise RequestError(
+                raise RequestFailedError(
                     f"the adapter {lora.lora_name!r} has no place: max_cpu_loras={self._capacity}, "
                     f"and workers have others that they could not unload"
                 )
@@ -286,7 +294,8 @@ class Adapters:
         except Exception as error:
             with contextlib.suppress(Exception):  # then it is suspect
                 self._unload(number)
-            raise RequestError(
+            is_engines_fault = not isinstance(error, WorkerCallError) or not error.kinds.isdisjoint(_OUT_OF_MEMORY)
+            raise (RequestFailedError if is_engines_fault else RequestRefusedError)(
                 f"the adapter {lora.lora_name!r} cannot be loaded from {lora.lora_path!r} "
                 f"({type(error).__name__}: {error})"
             ) from error
@@ -299,7 +308,7 @@ class Adapters:
 
     def _refuse_stuck(self, number: int) -> None:
         if number in self._stuck:
-            raise RequestError(f"the adapter number {number} is that of one that a worker could not unload")
+            raise RequestFailedError(f"the adapter number {number} is that of one that a worker could not unload")
 
     def _make_room(self, taken: Set[int]) -> bool:
         """Unload the one that was used longest ago, if there is one that is not taken and the workers can."""
@@ -339,21 +348,22 @@ class Adapters:
             self._drop_note(number)
         self._room = True  # of a pin that has gone
 
-    def _load_again(self) -> dict[str, str]:
-        failed: dict[str, str] = {}
+    def _load_again(self) -> dict[str, RequestError]:
+        failed: dict[str, RequestError] = {}
         self._suspect = False
         try:
             self._compare()
         except WorkerCallError as error:
             self._suspect = True
-            reason = f"the workers cannot say which adapters they have ({error})"
+            reason = RequestFailedError(f"the workers cannot say which adapters they have ({error})")
             return dict.fromkeys([*self._requests, *(request.request_id for request in self._held)], reason)
         for number in list(self._running):
             if number not in self._loaded:
                 try:
                     self._load(self._by_number[number])
                 except (RequestError, WorkerCallError) as error:
-                    failed |= {name: str(error) for name, lora in self._requests.items() if lora.lora_int_id == number}
+                    failure = error if isinstance(error, RequestError) else RequestFailedError(str(error))
+                    failed |= {name: failure for name, lora in self._requests.items() if lora.lora_int_id == number}
         return failed
 
     # ---- names and numbers ----
@@ -364,7 +374,7 @@ class Adapters:
             if other is not None and other != lora:
                 number = other.lora_int_id
                 state = "in use" if self._running[number] or self._held.numbers[number] else "loaded"
-                raise RequestError(
+                raise RequestRefusedError(
                     f"the adapter {_shown(lora)} has the {what} of {_shown(other)}, which is {state}; "
                     f"give it another {what}, or call remove_lora({number}) first"
                 )

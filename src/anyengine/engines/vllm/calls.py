@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anyengine.engine.failures import describe_failure
@@ -19,7 +19,14 @@ from anyengine.protocol import cbor, packing
 
 
 class WorkerCallError(RuntimeError):
-    """A call has failed in the workers that it names, and is done in the others."""
+    """A call has failed in the workers that it names, and is done in the others.
+
+    ``kinds`` has the names of the types of their exceptions.
+    """
+
+    def __init__(self, message: str, kinds: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.kinds = frozenset(kinds)
 
 
 class _Failure(NamedTuple):
@@ -76,7 +83,8 @@ def _values(answers: Sequence[_Answer]) -> list[Any]:
     same = [str(rank) for rank, other in failures.items() if other[:2] == failure[:2]]
     who = f"worker {first}" if len(same) == 1 else f"workers {', '.join(same)}"
     others = "" if len(failures) == len(same) else f" ({len(failures)} of {len(answers)} workers have failed)"
-    error = WorkerCallError(f"{who}: {failure.kind}: {failure.message}{others}")
+    kinds = [failure.kind for failure in failures.values()]
+    error = WorkerCallError(f"{who}: {failure.kind}: {failure.message}{others}", kinds)
     error.add_note(f"In worker {first}:\n{failure.traceback}")
     raise error
 

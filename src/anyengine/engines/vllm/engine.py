@@ -97,7 +97,7 @@ class VllmEngine(VllmUtilities):
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
 
-        :raises RequestError: if vLLM refuses it
+        :raises RequestRefusedError: if vLLM refuses it
         """
         self._vllm.add(request)
         params = request.sampling

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from anyengine.engines.vllm.installed import find
 from anyengine.engines.vllm.parameters import check_finite
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.multimodal import Batching, MultiModalFeature, MultiModalField
 
 _BATCHINGS: Mapping[str, Batching] = {
@@ -21,7 +21,7 @@ def engine_input(token_ids: Sequence[int], features: Sequence[MultiModalFeature]
     """A prompt and its features as what vLLM's renderer makes of a prompt with images.
 
     :param dtype: that in which the model computes
-    :raises RequestError: if a feature's values are not finite in it
+    :raises RequestRefusedError: if a feature's values are not finite in it
     """
     items: dict[str, list[Any]] = {}
     identifiers: dict[str, list[str]] = {}
@@ -114,12 +114,12 @@ def _tensors(name: str, data: Any, dtype: Any) -> Any:
 def as_tensor(data: Any) -> Any:
     """An array as a tensor.
 
-    :raises RequestError: if torch has no such
+    :raises RequestRefusedError: if torch has no such
     """
     try:
         return find("torch:as_tensor")(data)
     except (TypeError, RuntimeError, ValueError) as error:
-        raise RequestError(f"a feature holds what cannot be made a tensor: {error}") from error
+        raise RequestRefusedError(f"a feature holds what cannot be made a tensor: {error}") from error
 
 
 def _position(feature: MultiModalFeature) -> Any:

@@ -19,7 +19,7 @@ from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.vllm.features import features_of
 from anyengine.engines.vllm.installed import check_arguments, find, require
 from anyengine.engines.vllm.parameters import check_model, engine_args
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.multimodal import MultiModalFeature
 
 _NEEDED = {
@@ -81,7 +81,7 @@ class VllmInputs:
         :param prompt: as vLLM takes it: ``prompt`` or ``prompt_token_ids``, ``multi_modal_data`` and the like; what is
             the request's own, as ``cache_salt`` and embeddings of a prompt, goes to the request
         :raises TypeError: if the prompt is not a mapping, or vLLM makes a kind of field of it that is not known here
-        :raises RequestError: if vLLM refuses it, or it holds what goes to the request
+        :raises RequestRefusedError: if vLLM refuses it, or it holds what goes to the request
         """
         return await to_thread.run_sync(self.process_sync, prompt, limiter=self._turns())
 
@@ -97,21 +97,21 @@ class VllmInputs:
         """As :meth:`process`, in the caller's thread.
 
         :raises TypeError: if the prompt is not a mapping, or vLLM makes a kind of field of it that is not known here
-        :raises RequestError: if vLLM refuses it, or it holds what goes to the request
+        :raises RequestRefusedError: if vLLM refuses it, or it holds what goes to the request
         """
         if not isinstance(prompt, Mapping):
             raise TypeError(f"prompt={brief(prompt)} ({type(prompt).__name__}): expected a mapping, as vLLM takes it")
         if prompt.get("cache_salt") is not None:
-            raise RequestError("the prompt holds a cache_salt: pass it to the request, as cache_salt=")
+            raise RequestRefusedError("the prompt holds a cache_salt: pass it to the request, as cache_salt=")
         with self._lock:
             try:
                 parsed = find("vllm.renderers.inputs.preprocess:parse_model_prompt")(self._model_config, dict(prompt))
                 # The other of vLLM's caches leaves out what it takes the engine to have.
                 (rendered,) = self._renderer.render_cmpl([parsed], skip_mm_cache=True)
             except Exception as error:  # assertions too; processors are code of models
-                raise RequestError(f"vLLM refuses the prompt ({type(error).__name__}: {error})") from error
+                raise RequestRefusedError(f"vLLM refuses the prompt ({type(error).__name__}: {error})") from error
         if rendered["type"] not in ("token", "multimodal"):
-            raise RequestError(
+            raise RequestRefusedError(
                 f"vLLM makes {rendered['type']!r} of the prompt, not token ids with features; embeddings of a prompt "
                 "go to the request, as prompt_embeds="
             )

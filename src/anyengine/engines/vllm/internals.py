@@ -20,7 +20,7 @@ from anyengine.engines.vllm.model_features import ModelFeatures
 from anyengine.engines.vllm.outputs import FailedRow
 from anyengine.engines.vllm.parameters import embeddings, engine_args, pooling_params, sampling_params
 from anyengine.engines.vllm.ranks import Rank
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.multimodal import MultiModalFeature
 from anyengine.params import SamplingParams
 from anyengine.types import EngineInfo
@@ -145,10 +145,10 @@ class VllmCore:
     def add(self, request: EngineRequest) -> None:
         """Check a request as vLLM's client does, and queue it.
 
-        :raises RequestError: if it asks for something that this model or engine cannot do
+        :raises RequestRefusedError: if it asks for something that this model or engine cannot do
         """
         if request.sampling.seed is not None and not self._seeds_are_safe:
-            raise RequestError(
+            raise RequestRefusedError(
                 "SamplingParams.seed: on this device vLLM cannot take back a random number that it drew for a part of "
                 "a prompt, and would end with all requests; start the engine with enable_chunked_prefill=False"
             )
@@ -163,7 +163,7 @@ class VllmCore:
                 priority=request.priority,
             )
         except (ValueError, TypeError, NotImplementedError, find("vllm.exceptions:VLLMClientError")) as error:
-            raise RequestError(str(error)) from error
+            raise RequestRefusedError(str(error)) from error
         enqueue = functools.partial(self.core.add_request, *self.core.preprocess_add_request(prepared))
         if request.lora is None:
             enqueue()
@@ -195,7 +195,7 @@ class VllmCore:
 
     def _multimodal(self, tokens: list[int], features: Sequence[MultiModalFeature]) -> dict[str, Any]:
         if self._features is None:
-            raise RequestError("features: this model takes none")
+            raise RequestRefusedError("features: this model takes none")
         features = self._features.fitted(features)
         # What an encoder's output takes the place of may be a number that the model has no token for.
         self._check_tokens(tokens_beside(tokens, features))
@@ -204,7 +204,7 @@ class VllmCore:
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         # Without a tokenizer vLLM does not look, and a token that the model does not have ends the engine.
         if tokens and max(tokens) >= (size := self._model.get_vocab_size()):
-            raise RequestError(f"the prompt holds token {max(tokens)}: the model has {size} tokens")
+            raise RequestRefusedError(f"the prompt holds token {max(tokens)}: the model has {size} tokens")
 
     @functools.cached_property
     def _seeds_are_safe(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from anyengine.engines.vllm.features import as_tensor, features_of
 from anyengine.engines.vllm.installed import find
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.multimodal import Batching, MultiModalFeature, MultiModalField
 
 logger: logging.Logger = logging.getLogger("anyengine")
@@ -42,18 +42,18 @@ class ModelFeatures:
 
         What would end the engine is refused, as far as that can be told.
 
-        :raises RequestError: if there is no such modality, there are more items of it than the engine allows, or a
-            field is not what the model takes
+        :raises RequestRefusedError: if there is no such modality, there are more items of it than the engine allows, or
+            a field is not what the model takes
         """
         for modality, count in Counter(feature.modality for feature in features).items():
             if modality not in self._limits:
                 known = ", ".join(self._limits) or "none"
-                raise RequestError(f"features: there is one of modality {modality!r}; the engine takes {known}")
+                raise RequestRefusedError(f"features: there is one of modality {modality!r}; the engine takes {known}")
             if self._limits[modality]:
                 try:
                     self._info.validate_num_items(modality, count)
                 except (ValueError, find("vllm.exceptions:VLLMClientError")) as error:
-                    raise RequestError(f"features: {error}") from error
+                    raise RequestRefusedError(f"features: {error}") from error
         return [self._fitted(f"features[{index}]", feature) for index, feature in enumerate(features)]
 
     def _fitted(self, where: str, feature: MultiModalFeature) -> MultiModalFeature:
@@ -61,7 +61,9 @@ class ModelFeatures:
         if self._takes_embeds and embeds in feature.fields:
             self._check_embeds(where, feature, embeds)
         elif not self._limits[feature.modality]:
-            raise RequestError(f"{where}.fields lacks {embeds}: with a limit of 0 the engine takes embeddings only")
+            raise RequestRefusedError(
+                f"{where}.fields lacks {embeds}: with a limit of 0 the engine takes embeddings only"
+            )
         elif layout is not None:
             layout.check_names(f"{where}.fields", feature)
         if layout is not None:
@@ -76,14 +78,14 @@ class ModelFeatures:
     def _check_embeds(self, where: str, feature: MultiModalFeature, name: str) -> None:
         missing = sorted(self._needed_beside_embeds(feature.modality) - feature.fields.keys())
         if missing:
-            raise RequestError(f"{where}.fields lacks {', '.join(missing)}, which the model needs beside {name}")
+            raise RequestRefusedError(f"{where}.fields lacks {', '.join(missing)}, which the model needs beside {name}")
         data = feature.fields[name].data
         measured = _measured(data)
         if measured is None or measured[0] < 2 or measured[1] != "floats":
-            raise RequestError(f"{where}.fields[{name!r}]: expected floats, of dimensions tokens x width")
+            raise RequestRefusedError(f"{where}.fields[{name!r}]: expected floats, of dimensions tokens x width")
         for width in _widths(data):
             if self._embeds_width not in (None, width):
-                raise RequestError(
+                raise RequestRefusedError(
                     f"{where}.fields[{name!r}] is {width} wide; the model's embeddings are {self._embeds_width}"
                 )
         if not isinstance(data, list) and measured[0] == 2:
@@ -126,9 +128,9 @@ class _Layout(NamedTuple):
     def check_names(self, where: str, feature: MultiModalFeature) -> None:
         made = f"the model's processor makes {', '.join(self.kinds)}"
         if missing := [name for name in self.kinds if name not in feature.fields]:
-            raise RequestError(f"{where} lacks {', '.join(missing)}; {made}")
+            raise RequestRefusedError(f"{where} lacks {', '.join(missing)}; {made}")
         if unknown := [name for name in feature.fields if name not in self.kinds]:
-            raise RequestError(f"{where} has {', '.join(unknown)}; {made}")
+            raise RequestRefusedError(f"{where} has {', '.join(unknown)}; {made}")
 
     def fitted(self, where: str, name: str, field: MultiModalField) -> MultiModalField:
         expected = self.kinds.get(name)
@@ -136,12 +138,12 @@ class _Layout(NamedTuple):
             return field  # beside embeddings
         given = _kind_of(field)
         if given is None:
-            raise RequestError(
+            raise RequestRefusedError(
                 f"{where}: expected a tensor, or a list of tensors that are alike; the model's processor makes "
                 f"{expected}"
             )
         if given != expected:
-            raise RequestError(f"{where} is {given}; the model's processor makes {expected}")
+            raise RequestRefusedError(f"{where} is {given}; the model's processor makes {expected}")
         data: Any = field.data
         if not isinstance(data, list):
             return field
@@ -149,7 +151,7 @@ class _Layout(NamedTuple):
         if not isinstance(self.data[name], list):
             data = _stacked(data)
         if isinstance(data, list) and field.batching == "flat" and field.dim:
-            raise RequestError(f"{where} is a list; vLLM joins lists along dimension 0 only, not {field.dim}")
+            raise RequestRefusedError(f"{where} is a list; vLLM joins lists along dimension 0 only, not {field.dim}")
         return field if data is field.data else dataclasses.replace(field, data=data)
 
     def places_of(self, feature: MultiModalFeature) -> int | None:
@@ -251,6 +253,6 @@ def _places(feature: MultiModalFeature) -> int:
 
 def _check_places(where: str, feature: MultiModalFeature, expected: int | None) -> None:
     if expected is not None and (given := _places(feature)) != expected:
-        raise RequestError(
+        raise RequestRefusedError(
             f"{where} has places for {given} embeddings, by its length and is_embed; the model makes {expected} of it"
         )

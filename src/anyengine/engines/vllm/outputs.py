@@ -9,6 +9,9 @@ from itertools import chain
 from typing import Any
 
 from anyengine.engine.core import OutputDetails, StepOutputs
+from anyengine.engine.failures import message_of
+from anyengine.errors import RequestError, RequestFailedError, RequestRefusedError
+from anyengine.protocol.error_kinds import kind_of
 from anyengine.types import FinishReason, TokenLogprobs
 
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "stop")
@@ -20,7 +23,7 @@ class FailedRow:
     """The last row of a request that vLLM is not to go on with, in place of its ``EngineCoreOutput``."""
 
     request_id: str
-    error: str
+    error: RequestError
     new_token_ids: Sequence[int] = ()
     finish_reason: int = _FINISH_REASONS.index("error")
     stop_reason: None = None
@@ -70,11 +73,13 @@ def _details(row: Any, logprobs: Mapping[str, tuple[int, int]], reasons: Mapping
     value: int | None = row.finish_reason
     finish_reason = None if value is None else _FINISH_REASONS[value]
     wanted, prompt_wanted = logprobs.get(row.request_id, (0, 0))
+    error = _error(row, reasons) if finish_reason == "error" else None
     new, prompt = row.new_logprobs, row.new_prompt_logprobs_tensors
     return OutputDetails(
         finish_reason=finish_reason,
         stop_reason=row.stop_reason,
-        error=_error(row, reasons) if finish_reason == "error" else None,
+        error=None if error is None else message_of(error),
+        error_kind=None if error is None else kind_of(error),
         logprobs=None if new is None else _positions(new.logprob_token_ids, new.logprobs, wanted),
         # The first token of a prompt has no predecessor, and vLLM no entry for it.
         prompt_logprobs=(
@@ -86,8 +91,12 @@ def _details(row: Any, logprobs: Mapping[str, tuple[int, int]], reasons: Mapping
     )
 
 
-def _error(row: Any, reasons: Mapping[str, str]) -> str:
-    return row.error if isinstance(row, FailedRow) else reasons.get(row.request_id, _FAILED)
+def _error(row: Any, reasons: Mapping[str, str]) -> RequestError:
+    if isinstance(row, FailedRow):
+        return row.error
+    # What is known of the reason is always something that the request asked for.
+    reason = reasons.get(row.request_id)
+    return RequestFailedError(_FAILED) if reason is None else RequestRefusedError(reason)
 
 
 def _positions(token_ids: Any, logprobs: Any, wanted: int) -> list[TokenLogprobs]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from anyengine.brief import brief
 from anyengine.engines.vllm.installed import find
-from anyengine.errors import RequestError
+from anyengine.errors import RequestRefusedError
 from anyengine.params import LoRARequest, PoolingParams, SamplingParams, StructuredOutputs
 
 _CONFIGURATIONS = {
@@ -97,14 +97,14 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> Any:
 def embeddings(embeds: Any, model_config: Any) -> Any:
     """A prompt of embeddings as a tensor of the model's type, on the host.
 
-    :raises RequestError: if the engine takes none, or none like these, or not all are finite
+    :raises RequestRefusedError: if the engine takes none, or none like these, or not all are finite
     """
     if not model_config.enable_prompt_embeds:
-        raise RequestError("prompt_embeds: start the engine with enable_prompt_embeds=True")
+        raise RequestRefusedError("prompt_embeds: start the engine with enable_prompt_embeds=True")
     tensor: Any = find("torch:as_tensor")(embeds).cpu()
     width = model_config.get_hidden_size()
     if tensor.dim() != 2 or tensor.shape[1] != width or not tensor.is_floating_point():
-        raise RequestError(
+        raise RequestRefusedError(
             f"prompt_embeds of shape {tuple(tensor.shape)} and {tensor.dtype}: expected tokens x {width} numbers"
         )
     converted = tensor.to(model_config.dtype)
@@ -116,7 +116,7 @@ def check_finite(what: str, tensor: Any) -> None:
     """Refuse floating numbers that would reach other requests by the KV cache.
 
     :param tensor: in the type in which the model computes: what is finite in another may be infinite in this
-    :raises RequestError: if one is NaN or infinite
+    :raises RequestRefusedError: if one is NaN or infinite
     """
     if not find("torch:isfinite")(tensor).all():
-        raise RequestError(f"{what} hold NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}")
+        raise RequestRefusedError(f"{what} hold NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}")

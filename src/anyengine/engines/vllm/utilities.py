@@ -53,8 +53,9 @@ class VllmUtilities(EngineCore):
     def add_lora(self, lora_request: Mapping[str, Any]) -> bool:
         """Load an adapter; false if it is there already.
 
-        :raises TypeError, RequestError: if the fields are not those of a LoRARequest, vLLM cannot load it, its number
-            or name is that of another one, or all that are loaded are in use or pinned
+        :raises TypeError, RequestRefusedError: if the fields are not those of a LoRARequest, vLLM cannot load it, its
+            number or name is that of another one, or all that are loaded are in use or pinned
+        :raises RequestFailedError: if a worker has no memory for it, or could not unload another one
         """
         return self._vllm.adapters.load(LoRARequest(**lora_request))
 
@@ -62,7 +63,7 @@ class VllmUtilities(EngineCore):
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; whether there was one.
 
-        :raises RequestError: if there are requests for it
+        :raises RequestRefusedError: if there are requests for it
         """
         return self._vllm.adapters.remove(lora_id)
 
@@ -75,7 +76,7 @@ class VllmUtilities(EngineCore):
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter from being evicted.
 
-        :raises RequestError: if requests use others, which would have no place on the device then
+        :raises RequestRefusedError: if requests use others, which would have no place on the device then
         :raises Exception: what vLLM raised, such as for an adapter that is not loaded
         """
         return self._vllm.adapters.pin(lora_id)
