@@ -45,3 +45,25 @@ def test_memory_of_what_was_shown_is_given_back() -> None:
     assert output.tail().endswith("last line")
     owner.close()
     output.close()
+
+
+def test_what_nobody_reads_is_dropped_and_counted_and_the_newest_stays() -> None:
+    output = ChildOutput()
+    owner = contextlib.ExitStack()
+    fd = output.open_for_append(owner)
+    mebibyte = b"x" * (1024 * 1024 - 1) + b"\n"
+    for _ in range(40):
+        os.write(fd, mebibyte)
+    assert output.drop(64 * 1024 * 1024) == 0
+    assert output.drop(1024 * 1024) == 39 * 1024 * 1024
+    assert output.unread() == 1024 * 1024
+    assert os.fstat(output._file.fd).st_blocks * 512 <= 4 * 1024 * 1024
+    os.write(fd, "ü\n".encode())
+    assert output.read_new() == mebibyte.decode()
+    os.write(fd, "日本\n".encode())
+    assert output.drop(5) == 5  # in the middle of a character
+    assert output.read_new().endswith("\n")
+    assert output.tail().splitlines()[-2:] == ["ü", "日本"]
+    owner.close()
+    output.close()
+    assert (output.unread(), output.read_new(), output.drop(0)) == (0, "", 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,16 +13,14 @@ from anyio.abc import TaskGroup
 
 from anyengine.brief import brief
 from anyengine.client.checks import check_count, check_seconds
-from anyengine.client.services import show_new_output
 from anyengine.client.session import EngineSession
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits, Supervisor
 from anyengine.client.utility_calls import call_now
 from anyengine.engine.failures import describe_failure
 from anyengine.errors import EngineClosedError, EngineDeadError, UtilityError
+from anyengine.notices import warn
 from anyengine.process.host import Launcher
 from anyengine.process.threads import run_in_thread
-
-logger: logging.Logger = logging.getLogger("anyengine")
 
 LONGEST_BACKOFF = 60.0
 """Seconds to wait before a restart at most."""
@@ -157,7 +154,7 @@ class EngineKeeper:
             what = f"waiting for one to come back ({len(self._restarts)} of {limit})"
         rank = self._session.link.rank
         who = f"engine {rank} died" if report is None else report.describe().partition("\n")[0]
-        logger.warning("%s; %s", who, what)
+        warn("%s; %s", who, what)
 
     async def _serves_again(self) -> bool:
         """Start a new life; if it does not get as far as serving, return when its death is known."""
@@ -188,7 +185,7 @@ class EngineKeeper:
             try:
                 await call_now(self._session, "connect_client", [address, keys])
             except UtilityError as error:
-                logger.warning("the client at %s does not share the restarted engine: %s", address, error)
+                warn("the client at %s does not share the restarted engine: %s", address, error)
 
     async def _clear_away(self) -> bool:
         """Let go of the dead life's host; whether nothing is left of it."""
@@ -198,9 +195,10 @@ class EngineKeeper:
         if host is None:
             return True
         if not host.has_ended():
-            logger.warning("engine %d is dead, but has not ended; it is not started again", self._session.link.rank)
+            warn("engine %d is dead, but has not ended; it is not started again", self._session.link.rank)
             return False
-        await show_new_output(self._session)
+        if host.output is not None:
+            await self._session.relay.flush(host.output)
         if host.lane is not None:
             await run_in_thread(host.lane.free, name="free")
         host.close()

@@ -11,16 +11,17 @@ from typing import Literal
 import anyio
 from anyio.abc import TaskGroup
 
+from anyengine import notices
 from anyengine.client.admission import WhenFull
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.keeper import EngineKeeper, RestartPolicy
 from anyengine.client.one_error import one_error
 from anyengine.client.options import ClientOptions, OnDeath, Placement
+from anyengine.client.output_relay import FLUSH_LIMIT
 from anyengine.client.services import (
     keep_pulse,
     read_pull,
     read_router,
-    show_new_output,
     show_output,
     watch_connections,
 )
@@ -36,9 +37,6 @@ from anyengine.types import EngineSpec, ProgressCallback
 
 _START_LIMITS = StartLimits()
 _SHUTDOWN = ShutdownPolicy()
-
-FLUSH_LIMIT = 0.5
-"""Seconds that the child's last words may take to reach a terminal that does not read."""
 
 
 def open_engine_client(
@@ -227,8 +225,7 @@ class EngineClientBlock:
         try:
             try:
                 await self._keeper.stop(self._options.shutdown)
-                with anyio.move_on_after(FLUSH_LIMIT, shield=True):
-                    await show_new_output(session)
+                await self._flush()
             finally:
                 session.closed = True
                 session.close_waiters(lambda: EngineClosedError("the client was closed"))
@@ -243,6 +240,15 @@ class EngineClientBlock:
             finally:
                 swallowed = await self._leave_group(error)
         return swallowed
+
+    async def _flush(self) -> None:
+        """Let the engine's last words and the warnings about its end come out, which a blocked stderr may prevent."""
+        host = self._session.link.host
+        with anyio.move_on_after(FLUSH_LIMIT, shield=True):
+            if host is not None and host.output is not None:
+                await self._session.relay.flush(host.output)
+            while notices.are_pending():  # noqa: ASYNC110 - the thread that logs belongs to no loop
+                await anyio.sleep(0.001)
 
     async def _end_services(self) -> None:
         self._services_scope.cancel()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, cast
@@ -18,6 +16,7 @@ from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
 from anyengine.errors import ProtocolError
 from anyengine.frames import connection_event
+from anyengine.notices import warn
 from anyengine.process.remote_engine import RemoteEngine
 from anyengine.process.threads import run_in_thread
 from anyengine.protocol.client_events import (
@@ -36,8 +35,6 @@ from anyengine.protocol.client_events import (
 )
 from anyengine.protocol.messages import MessageLostError
 from anyengine.transport.sockets import Socket
-
-logger: logging.Logger = logging.getLogger("anyengine")
 
 READ_SLICE = 0.001
 """Seconds for which one turn of the event loop reads messages. Who waits for a turn may wait for two, and for what the
@@ -108,7 +105,7 @@ def _refuse(session: EngineSession, error: ProtocolError) -> None:
     session.refused_messages += 1
     # Whoever floods the socket with garbage does not flood the log with it: 1, 2, 4, 8, ...
     if session.refused_messages & (session.refused_messages - 1) == 0:
-        logger.warning("message ignored (%d so far): %s", session.refused_messages, error)
+        warn("message ignored (%d so far): %s", session.refused_messages, error)
 
 
 async def read_pull(session: EngineSession) -> None:
@@ -202,7 +199,7 @@ def _log_refusal(session: EngineSession, number: int) -> None:
     # As for messages: whoever tries again and again does not flood the log. 1, 2, 4, 8, ...
     if number & (number - 1) == 0:
         where = session.endpoints.input_address
-        logger.warning("a peer without the right keys was refused at %s (%d so far)", where, number)
+        warn("a peer without the right keys was refused at %s (%d so far)", where, number)
 
 
 async def _look_for_engine(session: EngineSession, established: int) -> None:
@@ -243,24 +240,10 @@ async def keep_pulse(session: EngineSession) -> None:
 
 
 async def show_output(session: EngineSession) -> None:
-    """Pass on what the child prints to this process's stderr, from a thread: a terminal may block."""
+    """Pass on what the child prints to this process's stderr."""
     while True:
-        await show_new_output(session)
-        await anyio.sleep(PULSE if session.link.ready.is_set() else PULSE / 10)
-
-
-async def show_new_output(session: EngineSession) -> None:
-    """Pass on what is there now."""
-    # Whoever closes waits for what another task is passing on at that moment.
-    async with session.showing:
         host = session.link.host
-        while host is not None and host.output is not None and (text := host.output.read_new()):
-            await run_in_thread(_write, text, name="output", abandon_on_cancel=True)
-
-
-def _write(text: str) -> None:
-    # A stderr that is closed, full or narrow must not end an engine. The crash report has the last lines all the same.
-    with contextlib.suppress(OSError, ValueError):
-        if sys.stderr is not None:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        if host is not None and host.output is not None:
+            with contextlib.suppress(OSError):  # no thread to be had: later
+                await session.relay.show(host.output)
+        await anyio.sleep(PULSE if session.link.ready.is_set() else PULSE / 10)

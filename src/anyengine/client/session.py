@@ -15,6 +15,7 @@ import zmq
 from anyengine.client.admission import Admission, WhenFull
 from anyengine.client.delivery import Delivery
 from anyengine.client.link import EngineLink
+from anyengine.client.output_relay import OutputRelay
 from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_ids import RequestIds
 from anyengine.client.request_stream import RequestStream
@@ -61,7 +62,7 @@ class EngineSession:
         self.queue: OutputQueue = OutputQueue(self.wakeup_type)
         self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
         self.staging: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
-        self.showing: anyio.Lock = anyio.Lock()
+        self.relay: OutputRelay = OutputRelay()
         self.ending: bool = False  # the engine has ended; its last outputs are being read
         self.closing = False
         self.closed = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,13 +18,12 @@ from anyengine.client.session import EngineSession
 from anyengine.client.staging import release
 from anyengine.engine.failures import describe_failure
 from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
+from anyengine.notices import warn
 from anyengine.process.blocks import Lease
 from anyengine.process.host import EngineHost, Launcher
 from anyengine.process.threads import run_in_thread
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_events import ClientState
-
-logger: logging.Logger = logging.getLogger("anyengine")
 
 LAST_OUTPUTS_LIMIT = 0.025
 """Seconds after a death in which the connection must end; a forked grandchild may hold it open."""
@@ -138,7 +136,7 @@ class Supervisor:
         """Start the process; whatever keeps it from starting is a death of phase ``"launch"``."""
         endpoints = self._session.endpoints
         bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys, [])
-        launched: EngineHost | BaseException
+        launched: EngineHost | BaseException | None = None
         try:
             with anyio.CancelScope(shield=True):
                 launched = await run_in_thread(self._launch_in_thread, bootstrap, name="launch")
@@ -146,8 +144,8 @@ class Supervisor:
             raise
         except Exception as error:  # there is no thread to be had
             launched = error
-        # A shielded scope that nobody cancels swallows nothing.
-        if not isinstance(launched, BaseException):  # pyright: ignore[reportPossiblyUnboundVariable]
+        assert launched is not None  # a shielded scope that nobody cancels swallows nothing
+        if not isinstance(launched, BaseException):
             return launched
         kind, message, _ = describe_failure(launched)
         report = CrashReport(
@@ -282,23 +280,21 @@ class Supervisor:
             if await self._ends_within(host, policy.grace):
                 return
             if not host.can_be_killed:
-                logger.warning(
+                warn(
                     "engine %d has not ended %s s after SHUTDOWN, and cannot be killed from here: it goes on in the "
                     "background until its step returns",
                     link.rank,
                     policy.grace,
                 )
                 return
-            logger.warning("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
+            warn("engine %d has not ended %s s after SHUTDOWN; sending SIGTERM", link.rank, policy.grace)
         elif host.outlives_close and not await self._ends_within(host, LOOK):
-            logger.warning(
-                "engine %d cannot be killed from here: its thread goes on until it comes to an end", link.rank
-            )
+            warn("engine %d cannot be killed from here: its thread goes on until it comes to an end", link.rank)
         if link.report is None and host.can_be_killed and not host.has_ended():
             self._forced = True
             host.terminate()
             if not await self._ends_within(host, policy.terminate):
-                logger.warning("engine %d ignores SIGTERM for %s s; killing it", link.rank, policy.terminate)
+                warn("engine %d ignores SIGTERM for %s s; killing it", link.rank, policy.terminate)
 
     async def _ends_within(self, host: EngineHost, limit: float) -> bool:
         """Whether the process ends within ``limit`` seconds; the watch then still reads its last outputs."""
@@ -322,4 +318,4 @@ class Supervisor:
         if host.lane is not None:
             await run_in_thread(host.lane.free, name="free")
         if not gone:
-            logger.warning("processes of engine %d's group outlive SIGKILL", self._link.rank)
+            warn("processes of engine %d's group outlive SIGKILL", self._link.rank)

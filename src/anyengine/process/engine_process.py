@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import signal
 import subprocess
@@ -15,14 +14,13 @@ from pathlib import Path
 import anyio
 
 from anyengine.errors import CrashReport, Phase, ProtocolError
+from anyengine.notices import warn
 from anyengine.process.lane import Lane
 from anyengine.process.lifelines import close_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
 from anyengine.process.threads import run_in_thread
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type
-
-logger: logging.Logger = logging.getLogger("anyengine")
 
 REAP_LIMIT = 0.5
 """Seconds to wait for a process that was killed: one that the kernel holds cannot be waited for."""
@@ -114,7 +112,7 @@ class EngineProcess:
         try:
             self._child.wait(timeout=REAP_LIMIT)
         except subprocess.TimeoutExpired:
-            logger.warning("process %d outlives SIGKILL for %s s; it is left behind", self.pid, REAP_LIMIT)
+            warn("process %d outlives SIGKILL for %s s; it is left behind", self.pid, REAP_LIMIT)
         self._reaped = True
 
     def is_gone(self, limit: float) -> bool:

@@ -12,8 +12,16 @@ from anyengine.protocol.bootstrap import Bootstrap
 class HostOutput(Protocol):
     """What the engine prints, where that does not reach this process's terminal by itself."""
 
+    def unread(self) -> int:
+        """How many bytes of it nobody has read."""
+        ...
+
     def read_new(self) -> str:
-        """What was printed since the last call."""
+        """What was printed since the last call, or the first part of it; from any thread."""
+        ...
+
+    def drop(self, keep: int) -> int:
+        """Forget what is unread but for the newest ``keep`` bytes; the number of bytes forgotten; from any thread."""
         ...
 
 
