@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ uvloop.new_event_loop().close()
 
 # Engines are started a thousand times here. Where no bytecode is written, each would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_collection_finish() -> None:

@@ -310,7 +310,6 @@ bootstraps = st.builds(
     st.integers(0, 2**16 - 1),
     st.binary(max_size=16),
     st.none() | st.builds(CurveKeys, *[st.text("abc", min_size=40, max_size=40)] * 3),
-    st.lists(texts, max_size=2),
     st.none() | u64,
 )
 

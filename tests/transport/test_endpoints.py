@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import zmq
 from tests.helpers import until_sync
 
-from anyengine.transport.directories import SocketDirectory, sweep_directories
+from anyengine.directories import PrivateDirectory, sweep_directories
 from anyengine.transport.endpoints import Endpoints
 
 
@@ -23,7 +26,7 @@ def close(endpoints: Endpoints) -> None:
 
 
 def test_the_directory_is_private_and_gone_after_close() -> None:
-    directory = SocketDirectory()
+    directory = PrivateDirectory()
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
     directory.close()
     assert not directory.path.exists()
@@ -58,7 +61,7 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_has_is_not(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="ae", dir="/tmp") as base:
         monkeypatch.setattr(tempfile, "tempdir", base)
-        living = SocketDirectory()
+        living = PrivateDirectory()
         code = (
             "import os, tempfile, sys, signal; tempfile.tempdir = sys.argv[1]\n"
             "from anyengine.transport.endpoints import Endpoints\n"
@@ -73,9 +76,68 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_has_is_not(
 
 
 def test_no_usable_directory_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *arguments: False)
-    with pytest.raises(OSError, match="no directory for sockets"):
-        SocketDirectory()
+    monkeypatch.setattr(tempfile, "mkdtemp", _refuse)
+    with pytest.raises(OSError, match=r"no directory for sockets \(.*/tmp: Read-only file system; .*set TMPDIR"):
+        PrivateDirectory()
+
+
+def _refuse(**arguments: Any) -> NoReturn:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def _no_temporary_directory() -> NoReturn:
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+
+def test_a_place_that_python_does_not_know_serves_if_its_own_places_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a container whose root is read-only.
+    def make(**arguments: Any) -> str:
+        if arguments["dir"] != Path("/dev/shm"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return mkdtemp(**arguments)
+
+    mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "gettempdir", _no_temporary_directory)
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    sweep_directories()
+    directory = PrivateDirectory()
+    assert directory.path.parent == Path("/dev/shm")
+    directory.close()
+
+
+def test_a_place_that_allows_no_sockets_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Probe(socket.socket):
+        def bind(self, address: Any) -> None:
+            if address.startswith(f"{base}/"):
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+            super().bind(address)
+
+    with tempfile.TemporaryDirectory(prefix="ae", dir="/tmp") as base:
+        monkeypatch.setattr(tempfile, "tempdir", base)
+        monkeypatch.setattr(socket, "socket", Probe)
+        directory = PrivateDirectory()
+        assert directory.path.parent == Path("/tmp")
+        assert os.listdir(base) == []
+        directory.close()
+
+
+def test_a_place_whose_path_is_not_utf_8_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="ae\udcff", dir="/tmp") as base:
+        monkeypatch.setattr(tempfile, "tempdir", base)
+        endpoints = Endpoints("ipc")
+        assert endpoints.input_address.startswith("ipc:///tmp/anyengine-")
+        close(endpoints)
+
+
+def test_the_directory_is_private_whatever_the_umask() -> None:
+    previous = os.umask(0o777)
+    try:
+        directory = PrivateDirectory()
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((directory.path / "lock").stat().st_mode) == 0o600
+    directory.close()
 
 
 def test_tcp_is_loopback_only_and_a_peer_without_the_key_is_not_heard() -> None:

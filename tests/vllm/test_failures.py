@@ -25,7 +25,7 @@ from anyengine import (
     StartLimits,
     open_engine_client,
 )
-from anyengine.transport.directories import sweep_directories
+from anyengine.directories import sweep_directories
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
 

@@ -27,11 +27,11 @@ from anyengine.client.services import (
 )
 from anyengine.client.session import EngineSession
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits
+from anyengine.directories import sweep_directories
 from anyengine.errors import EngineClosedError, EngineDeadError
 from anyengine.keys import ConnectionKeys
 from anyengine.process.launcher import ProcessLauncher
 from anyengine.process.threads import run_in_thread
-from anyengine.transport.directories import sweep_directories
 from anyengine.transport.endpoints import Endpoints
 from anyengine.types import EngineSpec, ProgressCallback
 
@@ -85,6 +85,8 @@ def open_engine_client(
     :raises ValueError: if an argument has an impossible value, or two contradict each other
     :raises AddressError: if ``address`` is malformed, or TCP without keys; on entering, if it cannot be bound
     :raises KeysError: if ``keys`` cannot be used
+    :raises RuntimeError: if a child process needs this process's own interpreter, and that cannot be started, because
+        the application is frozen or Python is embedded in another program
     :raises UnencodableError: if an argument of the engine cannot travel
     :raises EngineStartError: on entering, if the engine dies, is too slow, or is refused before it is READY
     """

@@ -17,6 +17,7 @@ from anyengine.client.supervisor import ShutdownPolicy, StartLimits
 from anyengine.keys import ConnectionKeys
 from anyengine.process.engine_thread import ThreadLauncher
 from anyengine.process.host import Launcher
+from anyengine.process.interpreter import own_interpreter
 from anyengine.process.launcher import ProcessLauncher
 from anyengine.process.remote_engine import AttachLauncher
 from anyengine.protocol import packing
@@ -33,6 +34,7 @@ class ClientOptions:
 
     :raises TypeError: if one has the wrong type
     :raises ValueError: if one has an impossible value, or two contradict each other
+    :raises RuntimeError: if the engine needs an interpreter, and this process has none that it could start
     """
 
     placement: Placement
@@ -92,6 +94,8 @@ class ClientOptions:
             if getattr(self, name) is not None and not own_process:
                 other = "address" if self.address is not None else "placement='thread'"
                 raise ValueError(f"{other} and {name}: {name} is for an engine that this client starts in a process")
+        if own_process and self.launcher is None:
+            own_interpreter()
         if self.address is not None and self.placement == "thread":
             raise ValueError("address and placement='thread': an engine that somebody else starts is in no thread here")
         if self.on_death == "cancel" and self.restart is not None:

@@ -135,7 +135,7 @@ class Supervisor:
     async def _launch(self) -> EngineHost:
         """Start the process; whatever keeps it from starting is a death of phase ``"launch"``."""
         endpoints = self._session.endpoints
-        bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys, [])
+        bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys)
         launched: EngineHost | BaseException | None = None
         try:
             with anyio.CancelScope(shield=True):

@@ -20,6 +20,7 @@ from anyengine.engine import lifeline
 from anyengine.engine.failures import describe_failure
 from anyengine.engine.proc import EngineCoreProc, Terminated
 from anyengine.protocol import cbor
+from anyengine.thread_limits import ZMQ_THREADS, check_threads
 
 
 def main(lifeline_fd: int, bootstrap_fd: int, exception_fd: int, native_fd: int) -> None:
@@ -27,21 +28,24 @@ def main(lifeline_fd: int, bootstrap_fd: int, exception_fd: int, native_fd: int)
     # Ctrl-C in a terminal is the parent's to answer: it decides the order in which things end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
+    _reset_signals()
     lifeline.arm(lifeline_fd)
     bootstrap = lifeline.read_bootstrap(bootstrap_fd)
     for fd in (exception_fd, native_fd):
         os.set_inheritable(fd, False)
     faulthandler.enable(file=native_fd, all_threads=True)
     _name_process(f"anyengine-{bootstrap.rank}")
-    sys.path += [entry for entry in bootstrap.import_path if entry not in sys.path]
     logging.basicConfig(level=logging.WARNING, format=f"[engine {bootstrap.rank}] %(levelname)s %(name)s: %(message)s")
     context: zmq.Context[Any] = zmq.Context()
-    proc = EngineCoreProc(bootstrap, context)
+    proc: EngineCoreProc | None = None
     code = 0
     try:
+        check_threads(ZMQ_THREADS)
+        proc = EngineCoreProc(bootstrap, context)
         proc.run()
     except Terminated:
-        proc.say_goodbye()
+        if proc is not None:
+            proc.say_goodbye()
         code = 128 + signal.SIGTERM
     except BaseException as error:
         try:
@@ -58,12 +62,25 @@ def main(lifeline_fd: int, bootstrap_fd: int, exception_fd: int, native_fd: int)
     os._exit(code)
 
 
-def _report(error: BaseException, proc: EngineCoreProc, context: zmq.Context[Any], exception_fd: int) -> None:
+def _reset_signals() -> None:
+    """Undo what the application has blocked or ignored: a process inherits both, and this one is to end by SIGTERM.
+
+    An engine that starts processes waits for them, too, which does not work while SIGCHLD is ignored.
+    """
+    by_python = (signal.SIGPIPE, signal.SIGXFSZ)
+    for number in signal.valid_signals():
+        if number not in (signal.SIGINT, *by_python) and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _report(error: BaseException, proc: EngineCoreProc | None, context: zmq.Context[Any], exception_fd: int) -> None:
     failure = describe_failure(error)
     os.write(exception_fd, cbor.encode_plain(list(failure)))
     sys.stderr.write(failure[2])
     sys.stderr.flush()
-    proc.announce_death(error)
+    if proc is not None:
+        proc.announce_death(error)
     context.term()
 
 

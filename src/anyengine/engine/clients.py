@@ -66,7 +66,6 @@ class Clients:
             self.rank,
             b"" if loaded is None else loaded.token_bytes,
             None if loaded is None else loaded.for_engine,
-            [],
         )
         connection = ClientConnection(bootstrap, self._context, slot=slot, lasting=True)
         connection.greet()

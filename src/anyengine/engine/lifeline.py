@@ -27,11 +27,7 @@ def read_bootstrap(fd: int) -> Bootstrap:
 def arm(fd: int) -> None:
     """From now on this process and its group end when the parent does, however the parent ends."""
     os.set_inheritable(fd, False)
-    if sys.platform == "linux":
-        fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+    if sys.platform == "linux" and _is_armed_by_kernel(fd):
         try:
             os.read(fd, 1)  # the parent may have gone before O_ASYNC was set; nothing is ever written
         except BlockingIOError:
@@ -39,6 +35,18 @@ def arm(fd: int) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
     else:
         threading.Thread(target=_wait_for_end, args=(fd,), name="anyengine-lifeline", daemon=True).start()
+
+
+def _is_armed_by_kernel(fd: int) -> bool:
+    """Have the kernel send the signal; False where a sandbox refuses that."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, _F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    return True
 
 
 def _wait_for_end(fd: int) -> None:

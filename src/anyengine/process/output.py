@@ -8,10 +8,12 @@ from __future__ import annotations
 import codecs
 import contextlib
 import ctypes
+import fcntl
 import os
 import sys
-import tempfile
 import threading
+
+from anyengine.directories import open_nameless_file
 
 TAIL_BYTES = 16 * 1024
 TAIL_LINES = 40
@@ -20,24 +22,26 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, <linux/
 
 
 class AnonymousFile:
-    """A file that no path leads to: memory on Linux, an unlinked temporary file elsewhere."""
+    """A file that no path leads to: memory where the system gives it, an unlinked temporary file elsewhere.
+
+    Whoever writes to it, in either process, writes at its end.
+
+    :raises OSError: if the system gives neither
+    """
 
     def __init__(self, name: str) -> None:
-        self.fd: int
-        if sys.platform == "linux":
-            self.fd = os.memfd_create(name)
-        else:
-            self.fd, path = tempfile.mkstemp(prefix=name)
-            self._path = path
+        self.fd: int = _open_nameless(name)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
+
+    def write(self, data: bytes) -> None:
+        """Add ``data``."""
+        while data:
+            data = data[os.write(self.fd, data) :]
+        os.lseek(self.fd, 0, os.SEEK_SET)  # a child that inherits it reads from where this process is in it
 
     def open_for_append(self, owner: contextlib.ExitStack) -> int:
-        """Another descriptor, with which every write lands at the end; ``owner`` closes it."""
-        path = f"/proc/self/fd/{self.fd}" if sys.platform == "linux" else self._path
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        owner.callback(os.close, fd)
-        if sys.platform != "linux":
-            os.unlink(self._path)
-        return fd
+        """Another descriptor, for a child to inherit; ``owner`` closes it."""
+        return inheritable(self.fd, owner)
 
     def read_from(self, offset: int, limit: int = 1024 * 1024) -> bytes:
         """At most ``limit`` bytes from ``offset`` on."""
@@ -46,6 +50,24 @@ class AnonymousFile:
     def close(self) -> None:
         """Let go of it."""
         os.close(self.fd)
+
+
+def _open_nameless(name: str) -> int:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # an old kernel, or a container that refuses it
+            return os.memfd_create(name)
+    return open_nameless_file(f"{name}-")
+
+
+def inheritable(fd: int, owner: contextlib.ExitStack) -> int:
+    """A copy of ``fd`` for a child to inherit, which ``owner`` closes.
+
+    Its number is none of the three that a child's stdin, stdout and stderr get; ``fd`` itself may have one of them, in
+    a process that was started without them.
+    """
+    copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    owner.callback(os.close, copy)
+    return copy
 
 
 class ChildOutput:

@@ -23,7 +23,6 @@ class CurveKeys(NamedTuple):
 class Bootstrap(NamedTuple):
     """How the engine's process reaches its client. ``token`` proves in HELLO that it got this record.
 
-    ``import_path`` is added to the child's ``sys.path``, so that engines can live beside the application's code.
     ``lane`` is an inherited descriptor, the end of a socket pair through which shared memory comes; None without one.
     """
 
@@ -31,13 +30,12 @@ class Bootstrap(NamedTuple):
     rank: int
     token: bytes
     keys: CurveKeys | None
-    import_path: list[str]
     lane: int | None = None
 
     def encode(self) -> bytes:
         """The record as bytes."""
         keys = None if self.keys is None else list(self.keys)
-        return cbor.encode_plain([self.address, self.rank, self.token, keys, self.import_path, self.lane])
+        return cbor.encode_plain([self.address, self.rank, self.token, keys, self.lane])
 
     @classmethod
     def decode(cls, body: bytes) -> Bootstrap:
@@ -45,8 +43,8 @@ class Bootstrap(NamedTuple):
 
         :raises ProtocolError: if it is not such a record
         """
-        fields = expect_array("the bootstrap record", cbor.decode_plain(body), 6)
-        address, rank, token, keys, import_path, lane = fields
+        fields = expect_array("the bootstrap record", cbor.decode_plain(body), 5)
+        address, rank, token, keys, lane = fields
         expect_type("bootstrap address", address, str)
         expect_u16("bootstrap rank", rank)
         expect_type("bootstrap token", token, bytes)
@@ -56,9 +54,6 @@ class Bootstrap(NamedTuple):
                 expect_type("bootstrap key", key, str)
                 if len(key) != 40:
                     raise ProtocolError(f"a bootstrap key has {len(key)} characters, expected 40")
-        expect_type("bootstrap import path", import_path, list)
-        if not all(type(entry) is str for entry in import_path):
-            raise ProtocolError("the bootstrap import path holds something that is not a string")
         if lane is not None:
             expect_u64("bootstrap lane", lane)
-        return cls(address, rank, token, keys, import_path, lane)
+        return cls(address, rank, token, keys, lane)

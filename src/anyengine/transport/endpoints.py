@@ -13,11 +13,11 @@ import zmq
 from anyengine import frames
 from anyengine.addresses import outputs_address
 from anyengine.brief import brief
+from anyengine.directories import PrivateDirectory
 from anyengine.errors import AddressError
 from anyengine.keys import ConnectionKeys
 from anyengine.protocol.bootstrap import CurveKeys
 from anyengine.transport import collector
-from anyengine.transport.directories import SocketDirectory
 from anyengine.transport.sockets import Socket
 
 TransportName = Literal["ipc", "tcp", "inproc"]
@@ -33,7 +33,7 @@ class Endpoints:
     """A client's two sockets, bound: requests go out on ``router``, outputs come in on ``pull``.
 
     For an engine that the client starts, the addresses are private: ``"ipc"`` means files in a
-    :class:`SocketDirectory`, ``"tcp"`` loopback with CURVE keys, ``"inproc"`` sockets of the same ``context`` in a
+    :class:`PrivateDirectory`, ``"tcp"`` loopback with CURVE keys, ``"inproc"`` sockets of the same ``context`` in a
     thread. For one that somebody else starts, ``address`` is where it comes to, and ``connections`` tells of every
     connection to the router socket.
 
@@ -52,14 +52,14 @@ class Endpoints:
         self.connections: Socket | None = None
         self._attached = address is not None
         self._transport: TransportName = transport
-        self._directory: SocketDirectory | None = None
+        self._directory: PrivateDirectory | None = None
         if transport == "tcp" and keys is None:
             keys = ConnectionKeys.generate()
         self._server_secret = None if keys is None else keys.server_secret
         if keys is not None:
             self.keys = keys.for_engine
         if transport == "ipc" and address is None:
-            self._directory = SocketDirectory()
+            self._directory = PrivateDirectory()
         try:
             router, self.input_address = self._bind(zmq.ROUTER, address or self._private_address("in"))
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)

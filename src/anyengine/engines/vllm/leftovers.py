@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker, util
@@ -16,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-_LONGEST_BASE = 50
+from anyengine.directories import PrivateDirectory
+
+_LONGEST_BASE = 46
 """Bytes that the path of the directory may have around it: a socket's path, with a UUID as its name, has to fit 107."""
 
 _children: list[subprocess.Popen[bytes]] = []
@@ -29,17 +28,11 @@ def scratch_directory() -> Generator[Path]:
     If this process is killed in it, the next client of this user sweeps the directory away: it has the name and the
     lock of a client's directory for sockets.
     """
-    base = tempfile.gettempdir()
-    if len(os.fsencode(base)) > _LONGEST_BASE:
-        base = "/tmp"  # noqa: S108 - mkdtemp makes what is used
-    directory = Path(tempfile.mkdtemp(prefix="anyengine-", dir=base))
-    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    directory = PrivateDirectory(_LONGEST_BASE)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield directory
+        yield directory.path
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+        directory.close()
 
 
 @contextmanager
