@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, cast
 
@@ -70,11 +68,11 @@ _ELSEWHERE = {
 class SamplingParams:
     """How one request is sampled, by the field's standard names (those of vLLM's and OpenAI's APIs).
 
-    ``max_tokens=None`` asks for as many tokens as the model's length leaves room for beside the prompt; a number for
-    which there is no room is refused. ``temperature=0`` is greedy; ``top_k=0`` means all tokens; ``logprobs=k`` asks
-    for the sampled token's and the k best log-probabilities of each step, ``prompt_logprobs`` likewise for the prompt.
-    ``extra`` holds an engine's own options and is open. An engine lists at READY what it supports, and anything else
-    that differs from its default is refused by name at the call.
+    ``temperature=0`` is greedy; other temperatures and ``repetition_penalty`` are 1e-10 to 1e10, a ``logit_bias`` -1e10
+    to 1e10. ``top_k=0`` means all tokens; ``logprobs=k`` asks for the sampled token's and the k
+    best log-probabilities of each step, ``prompt_logprobs`` likewise for the prompt. ``extra`` holds an engine's own
+    options and is open. An engine lists at READY what it supports, and anything else that differs from its default is
+    refused by name at the call.
 
     :raises TypeError: if there is no such field, or one has the wrong type
     :raises RequestRefusedError: if a value is out of its range
@@ -223,6 +221,10 @@ class RequestOptions:
             object.__setattr__(self, "features", _features("features", self.features))
 
 
+_FACTOR = 1e10
+"""Bound of what an engine multiplies or divides logits by, of its inverse, and of what it adds to them. Engines compute
+in float32, which ends at 3.4e38: with all of these together in one request a logit stays finite."""
+
 # ---- checks: each takes where a value stands and the value, and returns what is to be kept of it ----
 
 _Check = Callable[[str, Any], Any]
@@ -244,16 +246,27 @@ def _max_tokens(where: str, value: Any) -> Any:
 
 
 def _number(low: float, high: float, *, above: bool = False) -> _Check:
+    comparison = "above" if above else "at least"
+
     def check(where: str, value: Any) -> Any:
         require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
-        inside = low < value <= high if above else low <= value <= high
-        if not inside or abs(value) > sys.float_info.max:  # an integer may be too large for a float
-            comparison = "above" if above else "at least"
-            limit = "" if math.isinf(high) else f" and at most {high:g}"
-            raise RequestRefusedError(f"{where}={brief(value)}: expected {comparison} {low:g}{limit}")
-        return value
+        if not (low < value <= high if above else low <= value <= high):
+            raise RequestRefusedError(f"{where}={brief(value)}: expected {comparison} {low:g} and at most {high:g}")
+        return float(value)
 
     return check
+
+
+_factor = _number(1 / _FACTOR, _FACTOR)
+
+
+def _temperature(where: str, value: Any) -> Any:
+    require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
+    if value == 0:
+        return 0.0
+    if not 1 / _FACTOR <= value <= _FACTOR:
+        raise RequestRefusedError(f"{where}={brief(value)}: expected 0 (greedy), or {1 / _FACTOR:g} to {_FACTOR:g}")
+    return float(value)
 
 
 def _boolean(where: str, value: Any) -> Any:
@@ -289,9 +302,12 @@ def _biases(where: str, value: Any) -> Any:
     for token, bias in value.items():
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
         require(is_number, f"{where}[{token}]", bias, "a number")
-        if not abs(bias) <= sys.float_info.max:
-            raise RequestRefusedError(f"{where}[{token}]={brief(bias)}: expected a finite number")
-    return dict(value)
+        if not abs(bias) <= _FACTOR:
+            raise RequestRefusedError(
+                f"{where}[{token}]={brief(bias)}: expected {-_FACTOR:g} to {_FACTOR:g}; a token that "
+                "must not come is one that allowed_token_ids leaves out"
+            )
+    return {token: float(bias) for token, bias in value.items()}
 
 
 def _structured(where: str, value: Any) -> Any:
@@ -318,7 +334,7 @@ def _extra(where: str, value: Any) -> Any:
 _SAMPLING_CHECKS: Mapping[str, _Check] = {
     "max_tokens": _max_tokens,
     "min_tokens": _integer(0, U32_MAX),
-    "temperature": _number(0.0, math.inf),
+    "temperature": _temperature,
     "top_p": _number(0.0, 1.0, above=True),
     "top_k": _integer(-1, U32_MAX),
     "min_p": _number(0.0, 1.0),
@@ -329,7 +345,7 @@ _SAMPLING_CHECKS: Mapping[str, _Check] = {
     "prompt_logprobs": _integer(0, U32_MAX),
     "presence_penalty": _number(-2.0, 2.0),
     "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.0, math.inf, above=True),
+    "repetition_penalty": _factor,
     "logit_bias": _biases,
     "allowed_token_ids": _allowed_tokens,
     "structured_outputs": _structured,

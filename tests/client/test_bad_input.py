@@ -115,8 +115,24 @@ async def test_numpy_token_ids_are_taken(client: EngineClient) -> None:
         ({"temperature": float("nan")}, RequestRefusedError, ["temperature=nan"]),
         ({"temperature": float("inf")}, RequestRefusedError, ["temperature=inf"]),
         ({"temperature": 10**400}, RequestRefusedError, ["temperature=1000"]),
-        ({"logit_bias": {5: 10**400}}, RequestRefusedError, ["logit_bias[5]", "finite"]),
+        ({"temperature": 3.5e38}, RequestRefusedError, ["temperature=3.5e+38", "0 (greedy), or 1e-10 to 1e+10"]),
+        ({"temperature": 1e-40}, RequestRefusedError, ["temperature=1e-40", "0 (greedy), or 1e-10 to 1e+10"]),
+        ({"temperature": 5e-324}, RequestRefusedError, ["temperature=5e-324"]),
+        ({"temperature": True}, TypeError, ["temperature=True"]),
+        ({"logit_bias": {5: 10**400}}, RequestRefusedError, ["logit_bias[5]", "-1e+10 to 1e+10"]),
         ({"logit_bias": {5: float("nan")}}, RequestRefusedError, ["logit_bias[5]=nan"]),
+        ({"logit_bias": {5: float("-inf")}}, RequestRefusedError, ["logit_bias[5]=-inf", "allowed_token_ids"]),
+        ({"logit_bias": {5: -3.5e38}}, RequestRefusedError, ["logit_bias[5]=-3.5e+38"]),
+        ({"repetition_penalty": 1e-40}, RequestRefusedError, ["repetition_penalty=1e-40", "at least 1e-10"]),
+        ({"repetition_penalty": 3.5e38}, RequestRefusedError, ["repetition_penalty=3.5e+38", "at most 1e+10"]),
+        ({"repetition_penalty": float("nan")}, RequestRefusedError, ["repetition_penalty=nan"]),
+        ({"presence_penalty": 2.1}, RequestRefusedError, ["presence_penalty=2.1", "at least -2 and at most 2"]),
+        ({"frequency_penalty": float("nan")}, RequestRefusedError, ["frequency_penalty=nan"]),
+        ({"min_p": -1e-40}, RequestRefusedError, ["min_p=-1e-40"]),
+        ({"min_p": float("nan")}, RequestRefusedError, ["min_p=nan"]),
+        ({"top_p": float("nan")}, RequestRefusedError, ["top_p=nan"]),
+        ({"top_k": 2**32}, RequestRefusedError, ["top_k=4294967296"]),
+        ({"max_tokens": 2**32}, RequestRefusedError, ["max_tokens=4294967296"]),
         ({"top_p": 0.0}, RequestRefusedError, ["top_p=0.0"]),
         ({"top_p": 1.5}, RequestRefusedError, ["top_p=1.5"]),
         ({"top_k": -2}, RequestRefusedError, ["top_k=-2"]),
@@ -144,6 +160,14 @@ def test_sampling_parameters(arguments: dict[str, Any], error: type[Exception], 
         SamplingParams(**arguments)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_numbers_are_kept_as_floats_so_that_they_travel() -> None:
+    params = SamplingParams(temperature=10**10, repetition_penalty=3, logit_bias={5: 10**10}, top_p=True + 0.0)
+    assert [type(value) for value in (params.temperature, params.repetition_penalty, params.logit_bias[5])] == [
+        float
+    ] * 3
+    assert str(SamplingParams(temperature=-0.0).temperature) == "0.0"
 
 
 def test_the_fields_of_sampling_parameters_are_in_their_signature() -> None:

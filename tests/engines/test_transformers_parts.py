@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 import transformers
@@ -18,6 +20,7 @@ from anyengine.engine.core import EngineRequest
 from anyengine.engines.transformers import TransformersEngine, checkpoint, default_model
 from anyengine.engines.transformers.sampler import Sampler
 from anyengine.engines.transformers.scheduler import BlockPool, Request, Scheduler
+from anyengine.errors import RequestRefusedError
 from anyengine.params import SamplingParams
 
 pytestmark = pytest.mark.engines
@@ -213,6 +216,54 @@ class TestSampler:
         states = [sampler.start(SamplingParams(temperature=temperature, logprobs=1), []) for _ in range(3)]
         tokens, _ = sampler.sample(logits, states)
         assert tokens == [9, -1, 9]
+
+    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.given(data=st.data())
+    def test_no_parameters_and_no_finite_logits_let_a_forbidden_token_through(self, data: st.DataObject) -> None:
+        vocab = 12
+        finite = st.sampled_from([0.0, 1.0, -1e38, 1e38, 3.4e38, -3.4e38, 1e-45]) | st.floats(-50, 50, width=32)
+        factor = st.sampled_from([1e-10, 0.5, 1.0, 1.5, 1e10])
+        sampler = self.sampler(vocab)
+        states: list[Any] = []
+        for number in range(data.draw(st.integers(1, 3))):
+            allowed = data.draw(st.none() | st.sets(st.integers(0, vocab - 1), min_size=1).map(sorted))
+            params = SamplingParams(
+                temperature=data.draw(st.just(0) | factor),
+                repetition_penalty=data.draw(factor),
+                presence_penalty=data.draw(st.sampled_from([-2, 0, 2])),
+                frequency_penalty=data.draw(st.sampled_from([-2, 0, 2])),
+                logit_bias=data.draw(st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([-1e10, 3, 1e10]))),
+                top_p=data.draw(st.sampled_from([5e-324, 1e-40, 0.5, 1.0])),
+                top_k=data.draw(st.sampled_from([-1, 0, 1, 3, 2**32 - 1])),
+                min_p=data.draw(st.sampled_from([0.0, -0.0, 5e-324, 0.5, 1.0])),
+                seed=data.draw(st.sampled_from([None, -(2**63), 2**63 - 1])),
+                stop_token_ids=data.draw(st.lists(st.integers(0, vocab - 1), max_size=3)),
+                min_tokens=2,
+                max_tokens=2**32 - 1,
+                allowed_token_ids=allowed,
+            )
+            try:
+                states.append(sampler.start(params, [number]))
+            except RequestRefusedError:
+                assert allowed is not None and {2, *params.stop_token_ids}.issuperset(allowed)
+        for step in range(3) if states else ():
+            rows = [data.draw(st.lists(finite, min_size=vocab, max_size=vocab)) for _ in states]
+            tokens, _ = sampler.sample(torch.tensor(rows), states)
+            for state, token in zip(states, tokens, strict=True):
+                may_come = set(state.params.allowed_token_ids or range(vocab))
+                if step < 2:
+                    may_come -= {2, *state.params.stop_token_ids}
+                assert token in may_come
+
+    def test_a_row_that_is_not_finite_fails_whatever_is_asked_of_it(self) -> None:
+        sampler = self.sampler()
+        for bad in (float("nan"), float("inf")):
+            logits = torch.zeros(2, self.VOCAB)
+            logits[0, 77] = bad
+            params = SamplingParams(logit_bias={3: 1.0}, repetition_penalty=1.5, presence_penalty=1.0)
+            tokens, _ = sampler.sample(logits, [sampler.start(params, [77]) for _ in range(2)])
+            assert tokens[0] == -1
+            assert tokens[1] >= 0
 
     def test_ties_are_exact_in_bfloat16(self) -> None:
         logits = torch.zeros(2, 50, dtype=torch.bfloat16)

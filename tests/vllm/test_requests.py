@@ -99,6 +99,26 @@ async def test_what_shapes_the_tokens(address: str, directory: Path) -> None:
         assert len(await tokens(**forced, ignore_eos=True)) == 6
 
 
+async def test_no_extreme_lets_a_forbidden_token_through(address: str) -> None:
+    allowed = [300, 301, 302]
+    strict: dict[str, Any] = {"max_tokens": 4, "min_tokens": 4, "stop_token_ids": [300], "allowed_token_ids": allowed}
+    extremes: list[dict[str, Any]] = [
+        {"temperature": 2.0},
+        {"temperature": 1e-10},
+        {"repetition_penalty": 1e10, "presence_penalty": -2, "frequency_penalty": -2},
+        {"repetition_penalty": 1e-10, "temperature": 1e-10},
+        {"logit_bias": dict.fromkeys((2, 300, 301), 10000000000.0), "repetition_penalty": 1e-10},
+        {"logit_bias": {300: 1e10, 301: -1e10, 302: -1e10}, "repetition_penalty": 1e10, "temperature": 1e-10},
+        {"top_p": 5e-324, "min_p": 1.0},
+        {"min_p": 5e-324, "top_k": 2**32 - 1, "seed": -(2**63)},
+    ]
+    async with open_engine_client(address=address) as client:
+        for extreme in extremes:
+            completion = await client.generate(PROMPT, SamplingParams(**strict, **extreme))
+            assert len(completion.token_ids) == 4, extreme
+            assert set(completion.token_ids) <= {301, 302}, extreme
+
+
 @pytest.mark.parametrize(
     "shape",
     [

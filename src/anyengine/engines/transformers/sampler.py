@@ -1,14 +1,15 @@
 """Picks the next token of every request of a step at once, on the model's device.
 
-Requests that are greedy and ask for nothing else cost one argmax. The order for the others is vLLM's: logit_bias,
-allowed_token_ids and min_tokens, then penalties, then temperature, min_p, top_k and top_p.
+Requests that are greedy and ask for nothing else cost one argmax. The order for the others is vLLM's: logit_bias, then
+penalties, then temperature, min_p, top_k and top_p. What allowed_token_ids and min_tokens forbid is taken out before
+the temperature; no arithmetic brings it back.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ PARAMETERS = (
 """The fields of :class:`SamplingParams` that this engine honours."""
 
 _MINUS_INFINITY = float("-inf")
+_LARGEST = torch.finfo(torch.float32).max
 _FEW = 1024
 
 
@@ -33,7 +35,8 @@ class SamplingState:
     """What the sampler keeps of one request, on its device; None is what the request did not ask for.
 
     ``bias`` is added to the logits, ``counts`` says how often each token was generated and ``prompt`` which occur in
-    the prompt (each ``[vocab]``). ``stops`` are the tokens that end the request, kept away until min_tokens.
+    the prompt, ``forbidden`` which may not come at all (each ``[vocab]``). ``stops`` are the tokens that end the
+    request, kept away until min_tokens.
     """
 
     params: SamplingParams
@@ -41,6 +44,7 @@ class SamplingState:
     generated: int = 0
     generator: torch.Generator | None = None
     bias: torch.Tensor | None = None
+    forbidden: torch.Tensor | None = None
     stops: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     prompt: torch.Tensor | None = None
@@ -58,19 +62,14 @@ class Sampler:
     def start(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingState:
         """The state of a new request.
 
-        :raises RequestRefusedError: if a parameter names a token that the model does not have, a bias is not a number,
-            or all tokens are forbidden
+        :raises RequestRefusedError: if a parameter names a token that the model does not have, or all tokens are
+            forbidden
         """
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             worst = max(getattr(params, name) or (0,))
             if worst >= self._vocab_size:
                 raise RequestRefusedError(
                     f"SamplingParams.{name} holds {worst}: the model has {self._vocab_size} tokens"
-                )
-        for token, bias in params.logit_bias.items():
-            if math.isnan(bias) or bias == math.inf:
-                raise RequestRefusedError(
-                    f"SamplingParams.logit_bias[{token}]={bias}: expected a number or minus infinity"
                 )
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         self._check_allowed(params, stops)
@@ -79,11 +78,11 @@ class Sampler:
         if params.seed is not None and not state.greedy:
             state.generator = torch.Generator(self._device).manual_seed(params.seed)
         if params.allowed_token_ids is not None:
-            state.bias = torch.full((self._vocab_size,), _MINUS_INFINITY, device=self._device)
-            state.bias[list(params.allowed_token_ids)] = 0.0
+            state.forbidden = torch.ones(self._vocab_size, dtype=torch.bool, device=self._device)
+            state.forbidden[list(params.allowed_token_ids)] = False
         if params.logit_bias:
-            state.bias = torch.zeros(self._vocab_size, device=self._device) if state.bias is None else state.bias
-            state.bias[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), device=self._device)
+            state.bias = torch.zeros(self._vocab_size, device=self._device)
+            state.bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), device=self._device)
         if params.min_tokens and stops:
             state.stops = torch.tensor(sorted(stops), device=self._device)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
@@ -92,15 +91,12 @@ class Sampler:
             state.prompt[list(prompt)] = True
         return state
 
-    def _check_allowed(self, params: SamplingParams, stops: Set[int]) -> None:
-        forbidden = {token for token, bias in params.logit_bias.items() if bias < torch.finfo(torch.float32).min}
-        if params.min_tokens:
-            forbidden |= stops
+    def _check_allowed(self, params: SamplingParams, stops: set[int]) -> None:
         allowed = range(self._vocab_size) if params.allowed_token_ids is None else set(params.allowed_token_ids)
-        if len(forbidden) >= len(allowed) and forbidden.issuperset(allowed):
+        if params.min_tokens and len(stops) >= len(allowed) and stops.issuperset(allowed):
             raise RequestRefusedError(
-                "SamplingParams forbid every token: by allowed_token_ids, a logit_bias that is minus infinity in 32 "
-                "bits, and min_tokens, before which no stop token may come"
+                f"SamplingParams.min_tokens={params.min_tokens}: all tokens that may come are stop tokens, of which "
+                "none may come before it"
             )
 
     @torch.inference_mode()
@@ -140,18 +136,25 @@ class Sampler:
     def _adjust(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
         """Apply, in place, what changes single logits."""
         for row, state in enumerate(states):
+            scores = logits[row]
+            adjusted = scores
             if state.bias is not None:
-                logits[row] += state.bias
-            if state.stops is not None and state.generated < state.params.min_tokens:
-                logits[row, state.stops] = _MINUS_INFINITY
+                adjusted = adjusted + state.bias
             if state.counts is not None and state.prompt is not None:
-                scores = logits[row]
                 generated = state.counts > 0
                 factor = state.params.repetition_penalty
-                penalised = torch.where(scores > 0, scores / factor, scores * factor)
-                scores = torch.where(generated | state.prompt, penalised, scores)
-                scores -= state.params.frequency_penalty * state.counts + state.params.presence_penalty * generated
-                logits[row] = scores
+                penalised = torch.where(adjusted > 0, adjusted / factor, adjusted * factor)
+                adjusted = torch.where(generated | state.prompt, penalised, adjusted)
+                adjusted -= state.params.frequency_penalty * state.counts + state.params.presence_penalty * generated
+            if adjusted is not scores:
+                # Finite logits stay finite, however large they are; what the model made infinite or NaN stays that.
+                adjusted = adjusted.clamp_(-_LARGEST, _LARGEST)
+                logits[row] = torch.where(scores.isfinite(), adjusted, scores)
+            # Last, so that nothing that was computed before lets a token through.
+            if state.forbidden is not None:
+                scores[state.forbidden] = _MINUS_INFINITY
+            if state.stops is not None and state.generated < state.params.min_tokens:
+                scores[state.stops] = _MINUS_INFINITY
         return logits
 
     def _draw(self, scores: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
@@ -212,7 +215,7 @@ def _rank(logprobs: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) 
 
 
 def _plain(state: SamplingState) -> bool:
-    return state.bias is None and state.stops is None and state.counts is None
+    return state.bias is state.forbidden is state.stops is state.counts is None
 
 
 def _cut(
