@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+from anyengine.client.limits import Limit
 from anyengine.errors import CrashReport, Phase
 from anyengine.process.host import EngineHost
 from anyengine.process.lane import Lane
@@ -44,13 +45,14 @@ class EngineLink:
         self.ready: anyio.Event = anyio.Event()
         self.ended: anyio.Event = anyio.Event()
         self.announced: anyio.Event = anyio.Event()
-        self.start_limit: anyio.CancelScope | None = None
-        self.start_limit_seconds: float | None = None
-        self.unreachable_since: float | None = None
+        self.start_limit: Limit | None = None
+        self.is_unreachable: bool = False  # a message could not be sent
+        self.unreachable_pulses: int = 0  # in a row
         self.fail: Callable[[str], None] = _no_supervisor
         self._clock = clock
         self._steps = 0
         self._step_seen_at: float | None = None
+        self._progress_at = 0.0  # the same without standstills of this process
         self._work_since: float | None = None
         self._silent_since: float | None = None
         self._looked_at = 0.0
@@ -72,8 +74,8 @@ class EngineLink:
 
     def extend_start_limit(self) -> None:
         """The engine loads and says so: the limit of silence starts anew."""
-        if self.start_limit is not None and self.start_limit_seconds is not None:
-            self.start_limit.deadline = anyio.current_time() + self.start_limit_seconds
+        if self.start_limit is not None:
+            self.start_limit.begin_anew()
 
     # ---- signs of life ----
 
@@ -82,12 +84,20 @@ class EngineLink:
         self._silent_since = None
         if steps is not None and steps != self._steps:
             self._steps = steps
-            self._step_seen_at = self._clock()
+            self._step_seen_at = self._progress_at = self._clock()
 
     def pinged(self) -> None:
         """A PING went out; the engine is silent since the first one that nothing has come after."""
         if self._silent_since is None:
             self._silent_since = self._clock()
+
+    def stood_still(self, seconds: float) -> None:
+        """This process did not run for ``seconds``, for which the engine is not blamed."""
+        self._progress_at += seconds
+        if self._silent_since is not None:
+            self._silent_since += seconds
+        if self._work_since is not None:
+            self._work_since += seconds
 
     def looked(self) -> None:
         """All that had come from the engine by now has been read. Silence is only known up to here."""
@@ -105,7 +115,7 @@ class EngineLink:
             if silence is not None and silence >= timeout:
                 since = now - (self._silent_since or now)
             elif self._work_since is not None and not self.engine_figures.get("paused"):
-                stalled_at = max(self._work_since, self._step_seen_at or 0.0)
+                stalled_at = max(self._work_since, self._progress_at)
                 if self._looked_at - stalled_at >= timeout:
                     since = now - stalled_at
         return Health(

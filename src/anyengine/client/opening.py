@@ -19,6 +19,7 @@ from anyengine.client.one_error import one_error
 from anyengine.client.options import ClientOptions, OnDeath, Placement
 from anyengine.client.output_relay import FLUSH_LIMIT
 from anyengine.client.services import (
+    keep_limits,
     keep_pulse,
     read_pull,
     read_router,
@@ -202,6 +203,7 @@ class EngineClientBlock:
             async with anyio.create_task_group() as services:
                 services.start_soon(read_pull, self._session)
                 services.start_soon(read_router, self._session)
+                services.start_soon(keep_limits, self._session)
                 services.start_soon(keep_pulse, self._session)
                 services.start_soon(show_output, self._session)
                 if (connections := self._session.endpoints.connections) is not None:

@@ -253,5 +253,5 @@ class RequestGroup:
         """Abort what runs, and wait, shielded and bounded, until the engine has let go of it."""
         self.abort()
         if self._aborting:
-            with anyio.move_on_after(RELEASE_LIMIT, shield=True):
+            with self._session.limits.within(RELEASE_LIMIT, shield=True):
                 await self._released.wait()

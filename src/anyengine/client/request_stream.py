@@ -188,7 +188,7 @@ class RequestStream:
             self.wake()
         if aborted:
             self._released = anyio.Event()
-            with anyio.move_on_after(RELEASE_LIMIT, shield=True):
+            with self._session.limits.within(RELEASE_LIMIT, shield=True):
                 await self._released.wait()
 
     def __aiter__(self) -> Self:
@@ -219,10 +219,10 @@ class RequestStream:
                 if self._stall_limit is None:
                     await self._arrival
                 else:
-                    with anyio.move_on_after(self._stall_limit) as limit:
+                    with self._session.limits.within(self._stall_limit) as limit:
                         await self._arrival
                     # A wake that was put off may be one for a wait that has ended before this one: then wait on.
-                    if limit.cancelled_caught and self._parked:
+                    if limit.is_reached and self._parked:
                         self._error = self._stalled
             finally:
                 self._arrival = None

@@ -12,6 +12,7 @@ import anyio
 import zmq
 from anyio.lowlevel import checkpoint
 
+from anyengine.client.limits import MOMENT, STANDSTILL
 from anyengine.client.session import EngineSession
 from anyengine.client.waiters import PendingCall
 from anyengine.errors import ProtocolError
@@ -50,8 +51,11 @@ PULSE = 0.5
 LOOKS = (0.0, 0.001, 0.005, 0.02)
 """Seconds between the looks for an engine after a connection has ended."""
 
-UNREACHABLE_LIMIT = 1.0
-"""Seconds for which a live process may be without its socket."""
+UNREACHABLE_PULSES = 2
+"""Pulses for which a live process may be without its socket."""
+
+CATCH_UP_LIMIT = 1.0
+"""Seconds for which one engine's messages are read before a limit is believed: there may always be more."""
 
 
 def read_outputs(session: EngineSession, seconds: float = READ_SLICE) -> bool:
@@ -115,14 +119,35 @@ async def read_pull(session: EngineSession) -> None:
 
 async def read_router(session: EngineSession) -> None:
     """Own the ROUTER socket: the handshake comes here, and whatever strangers send."""
-    router = session.endpoints.router
     while True:
-        await router.wait_readable()
-        for _ in range(100):
-            if (frames := router.receive_nowait()) is None:
-                break
-            _take_handshake(session, frames)
+        await session.endpoints.router.wait_readable()
+        _read_handshakes(session)
         await checkpoint()
+
+
+def _read_handshakes(session: EngineSession) -> bool:
+    """Read from the ROUTER socket; whether there may be more."""
+    for _ in range(100):
+        if (frames := session.endpoints.router.receive_nowait()) is None:
+            return False
+        _take_handshake(session, frames)
+    return True
+
+
+async def keep_limits(session: EngineSession) -> None:
+    """Count the limits that run."""
+
+    async def catch_up() -> None:
+        with anyio.move_on_after(CATCH_UP_LIMIT):
+            while _read_handshakes(session) or read_outputs(session, LAST_READ_SLICE):
+                await checkpoint()
+        session.endpoints.router.wake()
+        session.endpoints.pull.wake()
+        # A task that is woken in this turn has its own in the next one; trio shuffles those of one turn.
+        await checkpoint()
+        await checkpoint()
+
+    await session.limits.run(catch_up)
 
 
 def take_early_hello(session: EngineSession) -> None:
@@ -220,7 +245,12 @@ async def _look_for_engine(session: EngineSession, established: int) -> None:
 async def keep_pulse(session: EngineSession) -> None:
     """Ask for a sign of life now and then, and note what the answers say."""
     while True:
+        slept_at = time.monotonic()
         await anyio.sleep(PULSE)
+        late = time.monotonic() - slept_at - PULSE
+        if late > STANDSTILL:
+            session.link.stood_still(late)
+            await anyio.sleep(MOMENT)
         link = session.link
         drained = not read_outputs(session)
         if not drained:
@@ -231,12 +261,14 @@ async def keep_pulse(session: EngineSession) -> None:
             link.looked()
         while session.endpoints.disconnections.receive_nowait() is not None:
             pass  # strangers that came and went; what counts is the end of a connection after the engine's death
+        link.is_unreachable = False
         session.send(link.machine.ping())
         link.pinged()
         if link.lane is not None and link.lane.pool.needs_trim:
             await run_in_thread(link.lane.pool.trim, name="trim")
-        if link.unreachable_since is not None and time.monotonic() - link.unreachable_since > UNREACHABLE_LIMIT:
-            link.fail(f"its socket has been gone for {UNREACHABLE_LIMIT} s, though its process lives")
+        link.unreachable_pulses = link.unreachable_pulses + 1 if link.is_unreachable else 0
+        if link.unreachable_pulses > UNREACHABLE_PULSES:
+            link.fail(f"its socket has been gone for {PULSE * UNREACHABLE_PULSES} s, though its process lives")
 
 
 async def show_output(session: EngineSession) -> None:

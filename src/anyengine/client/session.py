@@ -14,6 +14,7 @@ import zmq
 
 from anyengine.client.admission import Admission, WhenFull
 from anyengine.client.delivery import Delivery
+from anyengine.client.limits import Limits
 from anyengine.client.link import EngineLink
 from anyengine.client.output_relay import OutputRelay
 from anyengine.client.request_group import RequestGroup
@@ -62,6 +63,7 @@ class EngineSession:
         self.queue: OutputQueue = OutputQueue(self.wakeup_type)
         self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
         self.staging: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
+        self.limits: Limits = Limits()
         self.relay: OutputRelay = OutputRelay()
         self.ending: bool = False  # the engine has ended; its last outputs are being read
         self.closing = False
@@ -296,8 +298,7 @@ class EngineSession:
         # the supervisor ends it.
         if isinstance(self.link.host, RemoteEngine):
             self.link.host.end("lost")
-        if self.link.unreachable_since is None:
-            self.link.unreachable_since = time.monotonic()
+        self.link.is_unreachable = True
 
     def tracked_buffers(self) -> int:
         """How many large frames ZeroMQ still reads."""

@@ -181,8 +181,7 @@ class Supervisor:
 
     async def _await_step(self, step: anyio.Event, limit: float | None, what: str, setting: str) -> None:
         link = self._link
-        with anyio.move_on_after(limit) as link.start_limit:
-            link.start_limit_seconds = limit
+        with self._session.limits.within(limit) as link.start_limit:
             await step.wait()
         link.start_limit = None
         if link.report is None and not step.is_set():
@@ -209,9 +208,11 @@ class Supervisor:
             await self._link.announced.wait()
             # The engine said that it dies, or was killed; its exit status follows, unless something holds the process.
             serving = self._link.machine.state is ClientState.SERVING and self._link.fault is None
-            await anyio.sleep(LAST_OUTPUTS_LIMIT if serving else STATUS_LIMIT)
-            self._conclude(host)
-            host.kill()
+            with self._session.limits.within(LAST_OUTPUTS_LIMIT if serving else STATUS_LIMIT):
+                await anyio.sleep_forever()
+            if not host.has_ended():
+                self._conclude(host)
+                host.kill()
             await anyio.sleep_forever()
 
     async def _end_of(self, host: EngineHost, scope: anyio.CancelScope) -> None:
@@ -229,10 +230,11 @@ class Supervisor:
         if self._link.machine.state not in (ClientState.SERVING, ClientState.CLOSING):
             return
         disconnections = session.endpoints.disconnections
-        limit = CLOSING_OUTPUTS_LIMIT if session.closing and self._link.machine.requests else LAST_OUTPUTS_LIMIT
-        with anyio.move_on_after(0 if host.sends_at_once else limit):
-            while disconnections.receive_nowait() is None:
-                await disconnections.wait_readable()
+        if not host.sends_at_once:
+            waits_longer = session.closing and self._link.machine.requests
+            with session.limits.within(CLOSING_OUTPUTS_LIMIT if waits_longer else LAST_OUTPUTS_LIMIT):
+                while disconnections.receive_nowait() is None:
+                    await disconnections.wait_readable()
         # Readers are not woken between the slices: they get all of it, and the error behind it, in one go.
         session.ending = True
         while read_outputs(session, LAST_READ_SLICE):
@@ -298,7 +300,7 @@ class Supervisor:
 
     async def _ends_within(self, host: EngineHost, limit: float) -> bool:
         """Whether the process ends within ``limit`` seconds; the watch then still reads its last outputs."""
-        with anyio.move_on_after(limit):
+        with self._session.limits.within(limit):
             while not host.has_ended():
                 # Looking as well as waiting: should the services have crashed, nobody watches any more.
                 with anyio.move_on_after(LOOK):

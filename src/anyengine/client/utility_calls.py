@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from anyengine.brief import brief
@@ -26,7 +25,7 @@ async def call_utility(session: EngineSession, method: str, args: Sequence[Any],
         return await _call(session, method, args)
     check_seconds("timeout", timeout)
     started = time.monotonic()
-    with anyio.move_on_after(timeout):
+    with session.limits.within(timeout):
         return await _call(session, method, args)
     health = session.health(HEALTH_TIMEOUT)
     raise UtilityTimeoutError(

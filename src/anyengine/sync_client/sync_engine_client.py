@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar, Unpack
 
-import anyio
-
 from anyengine.brief import brief
 from anyengine.client.checks import (
     check_count,
@@ -98,7 +96,7 @@ class SyncEngineClient(BlockingEngineUtilities):
             check_seconds("timeout", timeout)
 
         async def wait() -> None:
-            with anyio.move_on_after(timeout):
+            with self._session.limits.within(timeout):
                 await self._client.wait_dead()
 
         self._portal.call(wait)
