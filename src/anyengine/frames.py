@@ -38,6 +38,11 @@ def connection_event(message: Sequence[bytes | memoryview]) -> int:
     return int.from_bytes(message[0][:2], sys.byteorder)
 
 
+def connection_value(message: Sequence[bytes | memoryview]) -> int:
+    """What such a message says of the event: for a connection that came or went, its file descriptor."""
+    return int.from_bytes(message[0][2:6], sys.byteorder, signed=True)
+
+
 def notice_silence(socket: zmq.Socket[bytes]) -> None:
     """Have the loss of a peer noticed that a network hides: its machine is gone, or the way to it."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT)

@@ -28,8 +28,10 @@ from anyengine import (
     UtilityTimeoutError,
     open_engine_client,
 )
+from anyengine.client.engine_client import session_of
 from anyengine.client.keeper import EngineKeeper
 from anyengine.testing import scripted_spec
+from anyengine.transport.endpoints import Endpoints
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -379,6 +381,42 @@ async def test_a_guest_that_cannot_be_introduced_does_not_keep_the_engine_in_its
         await die(client)
         with anyio.fail_after(20), pytest.raises(EngineDeadError, match="could not start it again: OSError"):
             await client.generate([1])
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp", "thread"])
+async def test_each_life_sends_its_outputs_to_a_socket_of_its_own(transport: Any) -> None:
+    where: dict[str, Any] = {"placement": "thread"} if transport == "thread" else {"transport": transport}
+    lives = 50 if transport == "thread" else 6
+    async with open_engine_client(
+        scripted_spec(), restart=RestartPolicy(limit=lives, window=600, backoff=0), **where
+    ) as client:
+        endpoints = session_of(client).endpoints
+        addresses: set[str] = set()
+        descriptors: list[int] = []
+        for _ in range(lives):
+            await client.call_utility("echo", 1)
+            addresses.add(endpoints.output_address)
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+            await client.call_utility("raise_in_step", "the end of this life")
+            with pytest.raises(EngineDeadError):
+                await client.wait_dead()
+        assert (await client.generate([1], SamplingParams(max_tokens=2))).token_ids == [2, 3]
+    assert len(addresses) == lives
+    assert max(descriptors[2:]) <= max(descriptors[:2]) + 6  # some are closed by ZeroMQ's thread, a moment later
+
+
+async def test_no_descriptor_for_the_next_lifes_socket_is_a_death_of_phase_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: Endpoints) -> None:
+        raise OSError(24, "Too many open files")
+
+    async with open_engine_client(scripted_spec(), restart=RestartPolicy(limit=2, backoff=0)) as client:
+        monkeypatch.setattr(Endpoints, "begin_life", fail)
+        await die(client)
+        with anyio.fail_after(20), pytest.raises(EngineDeadError, match="Too many open files") as caught:
+            await client.generate([1])
+    assert caught.value.report.phase == "launch"
 
 
 def test_settings_are_checked() -> None:

@@ -214,7 +214,7 @@ run_sync() if kind == "sync" else anyio.run(main, backend=kind)
 def test_an_application_that_is_stopped_blames_nobody(kind: str, stopped: str, anyio_backend: Any) -> None:
     """As a shell's Ctrl-Z does with the application, and a paused container with both."""
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), kind],
+        [sys.executable, "-c", PROGRAM, kind],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -114,7 +114,14 @@ def _refuse(session: EngineSession, error: ProtocolError) -> None:
 
 async def read_pull(session: EngineSession) -> None:
     """Own the PULL socket: read whenever something comes."""
-    await session.endpoints.pull.serve(functools.partial(read_outputs, session))
+    while True:
+        pull = session.endpoints.pull
+        try:
+            await pull.serve(functools.partial(read_outputs, session))
+        except anyio.ClosedResourceError:
+            if pull is session.endpoints.pull:
+                raise
+            # The engine's next life has another one.
 
 
 async def read_router(session: EngineSession) -> None:
@@ -259,8 +266,7 @@ async def keep_pulse(session: EngineSession) -> None:
             continue
         if drained:
             link.looked()
-        while session.endpoints.disconnections.receive_nowait() is not None:
-            pass  # strangers that came and went; what counts is the end of a connection after the engine's death
+        session.endpoints.output_connections.follow()
         link.is_unreachable = False
         session.send(link.machine.ping())
         link.pinged()

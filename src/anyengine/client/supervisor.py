@@ -129,6 +129,7 @@ class Supervisor:
             release(leases)
             return
         path = None if spec is None else spec.path
+        session.endpoints.output_connections.forget()
         address = session.endpoints.output_address
         session.send(link.machine.init(output_address=address, path=path, arguments=arguments))
 
@@ -138,11 +139,12 @@ class Supervisor:
         bootstrap = Bootstrap(endpoints.input_address, self._link.rank, self._link.token, endpoints.keys)
         launched: EngineHost | BaseException | None = None
         try:
+            endpoints.begin_life()
             with anyio.CancelScope(shield=True):
                 launched = await run_in_thread(self._launch_in_thread, bootstrap, name="launch")
         except EngineClosedError:
             raise
-        except Exception as error:  # there is no thread to be had
+        except Exception as error:  # there is no thread or no descriptor to be had
             launched = error
         assert launched is not None  # a shielded scope that nobody cancels swallows nothing
         if not isinstance(launched, BaseException):
@@ -229,12 +231,10 @@ class Supervisor:
         session = self._session
         if self._link.machine.state not in (ClientState.SERVING, ClientState.CLOSING):
             return
-        disconnections = session.endpoints.disconnections
         if not host.sends_at_once:
             waits_longer = session.closing and self._link.machine.requests
             with session.limits.within(CLOSING_OUTPUTS_LIMIT if waits_longer else LAST_OUTPUTS_LIMIT):
-                while disconnections.receive_nowait() is None:
-                    await disconnections.wait_readable()
+                await session.endpoints.output_connections.end()
         # Readers are not woken between the slices: they get all of it, and the error behind it, in one go.
         session.ending = True
         while read_outputs(session, LAST_READ_SLICE):

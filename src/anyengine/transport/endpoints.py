@@ -18,6 +18,7 @@ from anyengine.errors import AddressError
 from anyengine.keys import ConnectionKeys
 from anyengine.protocol.bootstrap import CurveKeys
 from anyengine.transport import collector
+from anyengine.transport.connections import Connections
 from anyengine.transport.sockets import Socket
 
 TransportName = Literal["ipc", "tcp", "inproc"]
@@ -30,7 +31,7 @@ TERM_LIMIT = 0.1
 
 
 class Endpoints:
-    """A client's two sockets, bound: requests go out on ``router``, outputs come in on ``pull``.
+    """A client's two sockets, bound: requests go out on ``router``, outputs come in on ``pull``, one for each life.
 
     For an engine that the client starts, the addresses are private: ``"ipc"`` means files in a
     :class:`PrivateDirectory`, ``"tcp"`` loopback with CURVE keys, ``"inproc"`` sockets of the same ``context`` in a
@@ -51,6 +52,7 @@ class Endpoints:
         self.keys: CurveKeys | None = None
         self.connections: Socket | None = None
         self._attached = address is not None
+        self._lives = 0
         self._transport: TransportName = transport
         self._directory: PrivateDirectory | None = None
         if transport == "tcp" and keys is None:
@@ -63,10 +65,7 @@ class Endpoints:
         try:
             router, self.input_address = self._bind(zmq.ROUTER, address or self._private_address("in"))
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            outputs = outputs_address(self.input_address) if self._attached else self._private_address("out")
-            pull, self.output_address = self._bind(zmq.PULL, outputs)
-            # The end of the engine's connection on this socket says that all it sent has arrived.
-            monitor: zmq.Socket[bytes] = pull.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._open_outputs(outputs_address(self.input_address) if self._attached else self._private_address("out"))
             if self._attached:
                 self.connections = Socket(router.get_monitor_socket(frames.CONNECTION_EVENTS))
         except BaseException:
@@ -76,8 +75,36 @@ class Endpoints:
             raise
         collector.acquire()
         self.router: Socket = Socket(router, routed=True)
+
+    def _open_outputs(self, address: str) -> None:
+        pull, bound = self._bind(zmq.PULL, address)
+        try:
+            connections = Connections(pull)
+        except BaseException:
+            pull.close(linger=0)
+            raise
+        self.output_address = bound
         self.pull: Socket = Socket(pull)
-        self.disconnections: Socket = Socket(monitor)
+        # The end of the engine's connection says that all it sent has arrived.
+        self.output_connections: Connections = connections
+
+    def begin_life(self) -> None:
+        """Have a new life of the engine send its outputs to a socket of its own, from the second one on.
+
+        Nothing of an earlier life, be it a message or the end of a connection, is taken for one of this. An engine that
+        somebody else starts knows one address; its connections are told apart by :meth:`Connections.forget`.
+
+        :raises OSError: if the process may not open as many descriptors as that takes
+        """
+        self._lives += 1
+        if self._lives == 1 or self._attached:
+            return
+        _check_descriptors()
+        pull, connections, address = self.pull, self.output_connections, self.output_address
+        self._open_outputs(self._private_address(f"out{self._lives}"))
+        connections.close()
+        pull.close()
+        self._unlink(address)
 
     def _private_address(self, name: str) -> str:
         if self._directory is not None:
@@ -102,6 +129,7 @@ class Endpoints:
         try:
             raw.bind(address)
         except zmq.ZMQError as error:
+            raw.close(linger=0)
             raise AddressError(f"address={brief(address)} cannot be bound on this machine: {error.strerror}") from error
         return raw, raw.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -110,14 +138,17 @@ class Endpoints:
         if self._attached:
             # While they are still bound: a moment later somebody else's could be there. ZeroMQ leaves these files.
             for address in (self.input_address, self.output_address):
-                if address.startswith("ipc://"):
-                    with contextlib.suppress(OSError):
-                        os.unlink(address.removeprefix("ipc://"))
+                self._unlink(address)
         if self.connections is not None:
             self.connections.close()
-        self.disconnections.close()
+        self.output_connections.close()
         self.pull.close()
         self.router.close()
+
+    def _unlink(self, address: str) -> None:
+        if address.startswith("ipc://"):
+            with contextlib.suppress(OSError):
+                os.unlink(address.removeprefix("ipc://"))
 
     def close(self) -> None:
         """End the context and remove the directory, after :meth:`close_sockets`; blocks for a millisecond or so.
