@@ -49,7 +49,8 @@ class StartLimits:
     """Seconds that each step of the start may take; None for no limit. A death ends the wait at once in any case.
 
     ``hello`` runs from the start of the process to its first message. ``silence`` runs while the engine loads and
-    starts anew with each progress report, so that a slow engine is not taken for a stalled one.
+    starts anew with each progress report, so that a slow engine is not taken for a stalled one. Time in which this
+    process is stopped, or its event loop blocked, does not count.
 
     :raises TypeError: if a limit is neither a number nor None
     :raises ValueError: if a limit is not above 0
