@@ -19,6 +19,20 @@ class Unshowable:
         raise RuntimeError("no")
 
 
+class Quitting:
+    """Its repr ends the process."""
+
+    def __repr__(self) -> str:
+        raise SystemExit("no")
+
+
+class Numeric:
+    """Its repr is no string."""
+
+    def __repr__(self) -> str:
+        return 7  # type: ignore[return-value]
+
+
 def over_and_over() -> list[Any]:
     value: list[Any] = []
     for _ in range(60):
@@ -68,6 +82,9 @@ def test_what_is_small_is_shown_whole(value: object) -> None:
         10**5000,
         Unshowable(),
         {"a": Unshowable()},
+        Quitting(),
+        [Quitting()],
+        Numeric(),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -11,6 +11,8 @@ import reprlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
+from anyengine.excerpts import text_of
+
 _LIMIT = 200
 """Characters: a path is seen whole, as a rule."""
 
@@ -21,10 +23,11 @@ def brief(value: Any) -> str:
     The whole is never made of what is large: a prompt may have a million items, and lists that hold each other over and
     over would take for ever.
     """
-    try:
-        return _cut(_REPR.repr(value))
-    except Exception as error:
-        return f"(its repr raises {type(error).__name__})"
+    return _cut(text_of(lambda: _REPR.repr(value), lambda error: f"(its repr raises {_name(error)})"))
+
+
+def _name(error: BaseException) -> str:
+    return type.__dict__["__name__"].__get__(type(error))
 
 
 def _cut(text: str) -> str:

@@ -1,7 +1,7 @@
 """The errors of anyengine, grouped by who is at fault.
 
 Each error carries its evidence as attributes, and its message alone says what happened and what to do next. This
-module imports nothing but the standard library: the engine's process uses it too.
+module imports only what imports nothing but the standard library: the engine's process uses it too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import signal
 import textwrap
 from typing import Literal
+
+from anyengine.brief import brief
 
 Phase = Literal["launch", "hello", "load", "serve", "close"]
 """How far an engine had come: the process starts, it says HELLO, it loads its model, it serves, it is told to stop."""
@@ -206,7 +208,7 @@ class UtilityError(EngineError):
     def __str__(self) -> str:
         where = "" if self.rank is None else f" on engine {self.rank}"
         kind = "" if self.exception_type is None else f"{self.exception_type}: "
-        text = f"utility {self.method!r}{where}: {kind}{self.message}"
+        text = f"utility {brief(self.method)}{where}: {kind}{self.message}"
         if self.traceback:
             text += f"\n--- traceback in the engine ---\n{textwrap.indent(self.traceback.rstrip(), '  ')}"
         return text

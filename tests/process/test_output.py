@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from anyengine.process.output import TAIL_LINES, ChildOutput
+from anyengine.process.output import TAIL_BYTES, TAIL_LINES, ChildOutput
 
 
 def test_characters_stay_whole_however_they_are_cut() -> None:
@@ -27,6 +27,17 @@ def test_the_tail_is_the_last_lines() -> None:
     fd = output.open_for_append(owner)
     os.write(fd, b"".join(b"line %d\n" % number for number in range(1000)))
     assert output.tail().splitlines() == [f"line {number}" for number in range(1000 - TAIL_LINES, 1000)]
+    owner.close()
+    output.close()
+
+
+def test_of_a_line_without_end_the_end_is_shown() -> None:
+    output = ChildOutput()
+    owner = contextlib.ExitStack()
+    fd = output.open_for_append(owner)
+    os.write(fd, b"begin" + b"x" * 10_000_000 + b"end")
+    tail = output.tail()
+    assert tail.startswith("... xxx") and tail.endswith("xxxend") and len(tail) == TAIL_BYTES + 4
     owner.close()
     output.close()
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import anyio
 
-from anyengine.engine.failures import message_of
+from anyengine.engine.failures import describe_failure
 
 logger: logging.Logger = logging.getLogger("anyengine")
 
@@ -27,8 +27,9 @@ def one_error(group: BaseExceptionGroup[BaseException], bodys_own: BaseException
     chosen = bodys_own or next((error for error in errors if not isinstance(error, Exception)), errors[0])
     for error in errors:
         if error is not chosen:
-            chosen.add_note(f"the client also failed of {type(error).__name__}: {message_of(error)}")
-            logger.error("a service of the client failed as well", exc_info=error)
+            kind, message, traceback = describe_failure(error)
+            chosen.add_note(f"the client also failed of {kind}: {message}")
+            logger.error("a service of the client failed as well:\n%s", traceback)
     return chosen
 
 

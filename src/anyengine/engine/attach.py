@@ -20,7 +20,7 @@ import zmq
 
 from anyengine.addresses import check_address
 from anyengine.engine.core import EngineCore
-from anyengine.engine.failures import message_of
+from anyengine.engine.failures import message_of, name_of
 from anyengine.engine.loading import build_engine
 from anyengine.engine.proc import EngineCoreProc, Terminated
 from anyengine.errors import AddressError, KeysError
@@ -86,7 +86,7 @@ def _build(path: str, arguments: Mapping[str, Any]) -> EngineCore:
     try:
         return build_engine(path, arguments)
     except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
-        raise _WrongSpec(f"{type(error).__name__}: {message_of(error)}") from error
+        raise _WrongSpec(f"{name_of(error)}: {message_of(error)}") from error
 
 
 class _Progress:

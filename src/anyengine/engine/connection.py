@@ -14,7 +14,7 @@ from anyengine import frames
 from anyengine.addresses import seen_from_engine
 from anyengine.brief import brief
 from anyengine.engine.core import EngineRequest, engine_request
-from anyengine.engine.failures import describe_failure
+from anyengine.engine.failures import describe_failure, message_of
 from anyengine.engine.lane import EngineLane
 from anyengine.errors import AddressError, UnencodableError
 from anyengine.protocol.bootstrap import Bootstrap
@@ -219,7 +219,7 @@ class ClientConnection:
             except UnencodableError as error:
                 if more.finish_reason is None:
                     abort([self.internal(outputs.handles[row])])
-                details[row] = OutputDetails(finish_reason="error", error=str(error), error_kind="failed")
+                details[row] = OutputDetails(finish_reason="error", error=message_of(error), error_kind="failed")
         return StepOutputs(outputs.handles, outputs.token_ids, outputs.counts, details)
 
     def answerer(self, call_id: int) -> Callable[[Any, BaseException | None], None]:
@@ -235,7 +235,7 @@ class ClientConnection:
                     self.send(machine.answer(call_id, value))
                     return
                 except UnencodableError as refused:
-                    failure = type(refused).__name__, str(refused), None
+                    failure = type(refused).__name__, message_of(refused), None
             else:
                 failure = describe_failure(error)
             self.send(machine.answer(call_id, None, failure))

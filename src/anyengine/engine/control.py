@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args
 
 from anyengine.brief import brief
 from anyengine.engine.core import Deferred, EngineCore, EngineRequest, StepOutputs, can_sleep, utilities_of, utility
+from anyengine.engine.failures import message_of, name_of
 from anyengine.engine.sleeping import Sleep
 from anyengine.lengths import token_limit
 from anyengine.types import EngineInfo
@@ -301,7 +302,7 @@ class SchedulerControl:
             if reset() is not False:
                 return
         except Exception as error:
-            problem, cause = f"{type(error).__name__}: {error}", error
+            problem, cause = f"{name_of(error)}: {message_of(error)}", error
         raise RuntimeError(
             f"the scheduler is paused, but its prefix cache was not emptied ({problem}); resume_scheduler() resumes"
         ) from cause

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import traceback
 
+from anyengine.excerpts import MESSAGE_LIMIT, NAME_LIMIT, excerpt, text_of, trace_excerpt
 from anyengine.protocol import cbor
 
 
 def describe_failure(error: BaseException) -> tuple[str, str, str]:
-    """Type, message and traceback of ``error``, as text that can travel. Never raises."""
-    return type(error).__name__, cbor.printable(message_of(error)), cbor.printable(_traceback_of(error))
+    """Type, message and traceback of ``error``, as text that can travel; of long ones the beginning and the end."""
+    return name_of(error), message_of(error), _traceback_of(error)
+
+
+def name_of(error: BaseException) -> str:
+    """The name of its type."""
+    # As the type itself has it: a metaclass may have a __name__ of its own.
+    return excerpt(cbor.printable(type.__dict__["__name__"].__get__(type(error))), NAME_LIMIT)
 
 
 def message_of(error: BaseException) -> str:
-    """``str(error)``, or what went wrong with it."""
-    try:
-        return str(error)
-    except Exception as second:
-        return f"<its message cannot be shown: {type(second).__name__}>"
+    """``str(error)`` as text that can travel, or what went wrong with it."""
+    text = text_of(lambda: str(error), lambda second: f"<its message cannot be shown: {name_of(second)}>")
+    return excerpt(cbor.printable(text), MESSAGE_LIMIT)
 
 
 def _traceback_of(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception as second:
-        return f"<the traceback cannot be shown: {type(second).__name__}>"
+    text = text_of(
+        lambda: "".join(traceback.format_exception(error)),
+        lambda second: (
+            f"{''.join(traceback.format_tb(error.__traceback__))}{name_of(error)}: {message_of(error)}\n"
+            f"<the rest of the traceback cannot be shown: {name_of(second)}>\n"
+        ),
+    )
+    return trace_excerpt(cbor.printable(text))

@@ -7,6 +7,7 @@ from typing import cast
 
 from anyengine.brief import brief
 from anyengine.engine.core import EngineCore
+from anyengine.engine.failures import message_of, name_of
 
 PARTS = ("weights", "kv_cache")
 """What sleeps, in the order in which it is brought back."""
@@ -55,8 +56,8 @@ class Sleep:
             self._core.sleep(level)
         except Exception as error:
             raise RuntimeError(
-                f"the scheduler is paused, but the engine failed to fall asleep ({type(error).__name__}: {error}); "
-                "wake_up() brings back what sleeps and resumes"
+                "the scheduler is paused, but the engine failed to fall asleep "
+                f"({name_of(error)}: {message_of(error)}); wake_up() brings back what sleeps and resumes"
             ) from error
 
     def wake_up(self, tags: object) -> None:

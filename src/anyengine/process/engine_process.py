@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 
 from anyengine.errors import CrashReport, Phase, ProtocolError
+from anyengine.excerpts import MESSAGE_LIMIT, NAME_LIMIT, excerpt, trace_excerpt
 from anyengine.notices import warn
 from anyengine.process.lane import Lane
 from anyengine.process.lifelines import close_lifeline
@@ -133,7 +134,7 @@ class EngineProcess:
             phase=phase,
             exit_code=returncode if returncode is not None and returncode >= 0 else None,
             signal=-returncode if returncode is not None and returncode < 0 else None,
-            native_stack=self._native.read_from(0).decode(errors="replace") or None,
+            native_stack=trace_excerpt(self._native.read_from(0).decode(errors="replace")) or None,
             stderr_tail=self.output.tail(),
             reason=reason,
         )
@@ -149,7 +150,12 @@ class EngineProcess:
                 expect_type("exception record", text, str)
         except ProtocolError:
             return report  # the process was killed while it wrote
-        return dataclasses.replace(report, exception_type=kind, exception_message=message, traceback=traceback)
+        return dataclasses.replace(
+            report,
+            exception_type=excerpt(kind, NAME_LIMIT),
+            exception_message=excerpt(message, MESSAGE_LIMIT),
+            traceback=trace_excerpt(traceback),
+        )
 
     def close(self) -> None:
         """Let go of all descriptors, after :meth:`reap`. What still lives of the group, the lifeline's end kills."""

@@ -119,10 +119,12 @@ class ChildOutput:
             return dropped
 
     def tail(self) -> str:
-        """The last lines."""
-        size = self._size()
-        data = self._file.read_from(max(0, size - TAIL_BYTES))
-        return "\n".join(data.decode(errors="replace").splitlines()[-TAIL_LINES:])
+        """The last lines, of one that is too long its end."""
+        start = max(0, self._size() - TAIL_BYTES)
+        lines = self._file.read_from(start).decode(errors="replace").splitlines()
+        if start and len(lines) <= TAIL_LINES:
+            lines[0] = f"... {lines[0]}"
+        return "\n".join(lines[-TAIL_LINES:])
 
     def close(self) -> None:
         """Let go of the file."""

@@ -15,6 +15,7 @@ from typing import Any, cast
 import cbor2
 
 from anyengine.errors import ProtocolError
+from anyengine.excerpts import MESSAGE_LIMIT, excerpt
 from anyengine.protocol import arrays
 
 ARRAY_TAG = 41440
@@ -119,7 +120,7 @@ def _decode(body: bytes, tag_hook: cbor2.TagHook, *, text_keys: bool = False) ->
             raise ProtocolError(str(cause)) from None
         if cause is not None and not isinstance(cause, Exception):
             raise cause from None  # cbor2 wraps what a signal raised while an array was made: Ctrl-C, SystemExit
-        raise ProtocolError(f"not CBOR of the strict form: {error}") from None
+        raise ProtocolError(f"not CBOR of the strict form: {excerpt(str(error), MESSAGE_LIMIT)}") from None
     if type(end) is not bytes or end != _NONCE:
         raise ProtocolError("bytes follow the CBOR value of a message")
     return value

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 
 from anyengine.brief import brief
 from anyengine.errors import ProtocolError, UnencodableError
+from anyengine.excerpts import MESSAGE_LIMIT, NAME_LIMIT, excerpt
 from anyengine.protocol import cbor, packing
 from anyengine.protocol.cbor import Buffers as Buffers
 from anyengine.protocol.cbor import Frames as Frames
@@ -46,7 +47,7 @@ class Progress(NamedTuple):
     fraction: float | None
 
     def encode(self) -> Frames:
-        return [self.KIND, cbor.encode_plain([cbor.printable(self.stage), self.fraction])]
+        return [self.KIND, cbor.encode_plain([excerpt(cbor.printable(self.stage), MESSAGE_LIMIT), self.fraction])]
 
     @classmethod
     def decode(cls, body: bytes, buffers: Buffers) -> Progress:
@@ -54,7 +55,7 @@ class Progress(NamedTuple):
         expect_type("PROGRESS stage", stage, str)
         if fraction is not None:
             expect_type("PROGRESS fraction", fraction, float)
-        return cls(stage, fraction)
+        return cls(excerpt(stage, MESSAGE_LIMIT), fraction)
 
 
 class Ready(NamedTuple):
@@ -79,7 +80,7 @@ class Ready(NamedTuple):
         try:
             info = EngineInfo(**fields)
         except TypeError as error:
-            raise ProtocolError(f"READY does not describe an engine: {error}") from None
+            raise ProtocolError(f"READY does not describe an engine: {excerpt(str(error), MESSAGE_LIMIT)}") from None
         for name, value in fields.items():
             if (problem := _problem(name, value)) is not None:
                 raise ProtocolError(f"READY field {name}: {problem}")
@@ -112,6 +113,8 @@ def _problem(name: str, value: object) -> str | None:
     """What is wrong with a field of READY as it travels, if something is."""
     if type(value) not in _INFO_TYPES[name] or (type(value) is int and value < 0):
         return f"{brief(value)} is not {' or '.join(kind.__name__ for kind in _INFO_TYPES[name])}"
+    if type(value) is str and len(value) > NAME_LIMIT:
+        return f"{brief(value)} has more than {NAME_LIMIT} characters"
     if type(value) is list and not all(type(entry) is str for entry in cast("list[object]", value)):
         return f"{brief(value)} holds something that is not a string"
     return None

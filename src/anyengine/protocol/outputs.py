@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from anyengine.brief import brief
 from anyengine.errors import ProtocolError, RequestError, UnencodableError
+from anyengine.excerpts import MESSAGE_LIMIT, excerpt
 from anyengine.protocol import arrays, cbor, packing
 from anyengine.protocol.error_kinds import ERROR_KINDS, ErrorKind, request_error
 from anyengine.types import FinishReason, TokenLogprobs
@@ -58,8 +59,8 @@ class OutputDetails:
 
     def to_error(self, request_id: object) -> RequestError:
         """What is raised for a request that ended with the finish reason ``"error"``."""
-        message = f"request {request_id}: {self.error or 'failed in the engine'}"
-        return request_error(self.error_kind or "failed", message)
+        problem = excerpt(self.error or "failed in the engine", MESSAGE_LIMIT)
+        return request_error(self.error_kind or "failed", f"request {request_id}: {problem}")
 
 
 _ENDINGS: Mapping[object, OutputDetails] = {reason: OutputDetails(finish_reason=reason) for reason in FINISH_REASONS}
@@ -192,7 +193,8 @@ def encode_details(details: OutputDetails, buffers: list[cbor.Buffer], path: str
     if details.finish_reason is not None:
         wire["finish_reason"] = details.finish_reason
     if details.error is not None:
-        wire["error"] = cbor.printable(details.error) if type(details.error) is str else details.error
+        text = details.error
+        wire["error"] = excerpt(cbor.printable(text), MESSAGE_LIMIT) if type(text) is str else text
     for name in ("logprobs", "prompt_logprobs"):
         positions = getattr(details, name)
         if positions is not None:
@@ -222,6 +224,8 @@ def decode_details(wire: object) -> OutputDetails:
             raise ProtocolError(f"the details of a row hold {brief(name)}: {problem}")
         if name in _OPEN_DETAILS:
             cbor.expect_value(name, value)
+    if "error" in fields:
+        fields["error"] = excerpt(fields["error"], MESSAGE_LIMIT)
     for name in ("logprobs", "prompt_logprobs"):
         if name in fields:
             fields[name] = _decode_logprobs(fields[name])

@@ -84,7 +84,7 @@ def _pack(value: object, packing: _Packing, path: str, depth: int) -> Any:
         return _pack_object(value, packing, path, depth)
     except UnencodableError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         # Code of the value's own class raised (a mapping's items(), a tensor's data); that is the value's fault.
         problem = f"looking into this {_name(value)} raised {type(error).__name__}: {brief(error)}"
         raise UnencodableError(path, problem) from error

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from anyengine.brief import brief
 from anyengine.errors import CrashReport, ProtocolError, UnencodableError
+from anyengine.excerpts import MESSAGE_LIMIT, NAME_LIMIT, excerpt, trace_excerpt
 from anyengine.protocol import cbor, packing
 from anyengine.protocol.cbor import Buffers as Buffers
 from anyengine.protocol.cbor import Frames as Frames
@@ -111,6 +112,19 @@ class Tokens(NamedTuple):
         return cls(session, sequence, step, memoryview(frame)[_TOKENS.size :].cast("I"))
 
 
+def _printable(text: str | None) -> str | None:
+    return None if text is None else cbor.printable(text)
+
+
+def _bounded(kind: Any, message: Any, traceback: Any) -> tuple[str, str, str | None]:
+    """A failure as it travels and is kept: an engine of somebody else's need not know the limits."""
+    return (
+        excerpt(kind, NAME_LIMIT),
+        excerpt(message, MESSAGE_LIMIT),
+        None if traceback is None else trace_excerpt(traceback),
+    )
+
+
 class UtilityResult(NamedTuple):
     """The answer to a utility call: its value, or the exception that it raised (type, message, traceback)."""
 
@@ -127,7 +141,7 @@ class UtilityResult(NamedTuple):
         value = packing.pack(self.value, buffers, path="result")
         error = None
         if self.error is not None:
-            error = [None if text is None else cbor.printable(text) for text in self.error]
+            error = _bounded(*map(_printable, self.error))
         return [self.KIND, cbor.encode_plain([self.session, self.sequence, self.call_id, error, value]), *buffers]
 
     @classmethod
@@ -142,7 +156,7 @@ class UtilityResult(NamedTuple):
                 expect_type("UTILITY_RESULT error traceback", traceback, str)
             if value is not None:
                 raise ProtocolError("UTILITY_RESULT has both an error and a value")
-            error = (kind, message, traceback)
+            error = _bounded(kind, message, traceback)
         cbor.expect_value("UTILITY_RESULT value", value)
         return cls(session, sequence, call_id, error, value)
 
@@ -223,7 +237,7 @@ class Dead(NamedTuple):
     traceback: str
 
     def encode(self) -> Frames:
-        texts = map(cbor.printable, (self.exception_type, self.exception_message, self.traceback))
+        texts = _bounded(*map(_printable, (self.exception_type, self.exception_message, self.traceback)))
         return [self.KIND, cbor.encode_plain([self.session, self.sequence, *texts])]
 
     @classmethod
@@ -232,7 +246,8 @@ class Dead(NamedTuple):
         expect_counts("ENGINE_CORE_DEAD", session, sequence)
         for text in texts:
             expect_type("ENGINE_CORE_DEAD report", text, str)
-        return cls(session, sequence, *texts)
+        kind, message, traceback = _bounded(*texts)
+        return cls(session, sequence, kind, message, traceback or "")
 
     def amend(self, report: CrashReport) -> CrashReport:
         """``report`` with what this message adds."""

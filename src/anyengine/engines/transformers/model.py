@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
+from anyengine.engine.failures import message_of
 from anyengine.engines.transformers import attention, requirements
 from anyengine.engines.transformers.kv_cache import KVCache, KVLayout
 from anyengine.engines.transformers.scheduler import Chunk, Request
@@ -103,7 +104,7 @@ class CausalModel:
         try:
             embeds = torch.as_tensor(value.to_torch() if hasattr(value, "to_torch") else value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise RequestRefusedError(f"prompt_embeds cannot become a torch tensor: {error}") from error
+            raise RequestRefusedError(f"prompt_embeds cannot become a torch tensor: {message_of(error)}") from error
         if embeds.ndim != 2 or embeds.shape[1] != self._hidden_size or not embeds.is_floating_point():
             raise RequestRefusedError(
                 f"prompt_embeds of shape {list(embeds.shape)} and {embeds.dtype}: "

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
-from anyengine.engine.failures import message_of
+from anyengine.engine.failures import message_of, name_of
 from anyengine.engines.vllm.calls import WorkerCallError
 from anyengine.engines.vllm.held import Held, HeldRequests
 from anyengine.engines.vllm.parameters import lora_request
@@ -149,7 +149,7 @@ class Adapters:
             except RequestError as error:
                 failed[request.request_id] = broken[request.number] = error.with_traceback(None)
             except Exception as error:
-                failed[request.request_id] = RequestFailedError(f"{type(error).__name__}: {message_of(error)}")
+                failed[request.request_id] = RequestFailedError(f"{name_of(error)}: {message_of(error)}")
             else:
                 if len(gone) < place:
                     overtaking.append(request.priority)
@@ -297,7 +297,7 @@ class Adapters:
             is_engines_fault = not isinstance(error, WorkerCallError) or not error.kinds.isdisjoint(_OUT_OF_MEMORY)
             raise (RequestFailedError if is_engines_fault else RequestRefusedError)(
                 f"the adapter {lora.lora_name!r} cannot be loaded from {lora.lora_path!r} "
-                f"({type(error).__name__}: {error})"
+                f"({name_of(error)}: {message_of(error)})"
             ) from error
         self._versions[lora.lora_name] = lora, self._version(lora)
         self._loaded[number] = lora
@@ -362,7 +362,7 @@ class Adapters:
                 try:
                     self._load(self._by_number[number])
                 except (RequestError, WorkerCallError) as error:
-                    failure = error if isinstance(error, RequestError) else RequestFailedError(str(error))
+                    failure = error if isinstance(error, RequestError) else RequestFailedError(message_of(error))
                     failed |= {name: failure for name, lora in self._requests.items() if lora.lora_int_id == number}
         return failed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from anyengine.engine.failures import message_of
 from anyengine.engines.vllm.installed import find
 from anyengine.engines.vllm.parameters import check_finite
 from anyengine.errors import RequestRefusedError
@@ -119,7 +120,7 @@ def as_tensor(data: Any) -> Any:
     try:
         return find("torch:as_tensor")(data)
     except (TypeError, RuntimeError, ValueError) as error:
-        raise RequestRefusedError(f"a feature holds what cannot be made a tensor: {error}") from error
+        raise RequestRefusedError(f"a feature holds what cannot be made a tensor: {message_of(error)}") from error
 
 
 def _position(feature: MultiModalFeature) -> Any:

@@ -15,6 +15,7 @@ from anyio import to_thread
 from anyio.lowlevel import RunVar
 
 from anyengine.brief import brief
+from anyengine.engine.failures import message_of, name_of
 from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.vllm.features import features_of
 from anyengine.engines.vllm.installed import check_arguments, find, require
@@ -109,7 +110,7 @@ class VllmInputs:
                 # The other of vLLM's caches leaves out what it takes the engine to have.
                 (rendered,) = self._renderer.render_cmpl([parsed], skip_mm_cache=True)
             except Exception as error:  # assertions too; processors are code of models
-                raise RequestRefusedError(f"vLLM refuses the prompt ({type(error).__name__}: {error})") from error
+                raise RequestRefusedError(f"vLLM refuses the prompt ({name_of(error)}: {message_of(error)})") from error
         if rendered["type"] not in ("token", "multimodal"):
             raise RequestRefusedError(
                 f"vLLM makes {rendered['type']!r} of the prompt, not token ids with features; embeddings of a prompt "

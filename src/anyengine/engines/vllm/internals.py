@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anyengine.engine.core import EngineRequest
+from anyengine.engine.failures import message_of
 from anyengine.engines.vllm.adapters import SPARE_PLACES, Adapters
 from anyengine.engines.vllm.calls import call_workers, with_guarded_calls
 from anyengine.engines.vllm.experts import check_experts
@@ -163,7 +164,7 @@ class VllmCore:
                 priority=request.priority,
             )
         except (ValueError, TypeError, NotImplementedError, find("vllm.exceptions:VLLMClientError")) as error:
-            raise RequestRefusedError(str(error)) from error
+            raise RequestRefusedError(message_of(error)) from error
         enqueue = functools.partial(self.core.add_request, *self.core.preprocess_add_request(prepared))
         if request.lora is None:
             enqueue()

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from anyengine.engine.failures import message_of, name_of
 from anyengine.engines.vllm.installed import find
 from anyengine.engines.vllm.workers import WorkerWatch
 
@@ -80,7 +81,7 @@ def run_worker(sender: Connection, **kwargs: Any) -> None:
             try:
                 start(self, *args, **kwargs)
             except BaseException as error:  # a SystemExit, too: its process may take long to end
-                message = f"{type(error).__name__}: {error}"
+                message = f"{name_of(error)}: {message_of(error)}"
                 with contextlib.suppress(OSError):  # nobody waits for it any more
                     sender.send_bytes(message[:_MESSAGE_LIMIT].encode(errors="replace"))
                 raise
