@@ -37,6 +37,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.busy_neighbour
 
 setup-vllm: $(VLLM_STAMP)
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import anyio
 import pytest
-from tests.contract.clients import Opener, needs
+from tests.contract.clients import Opener, Setting, needs
 from tests.contract.steps import FOREVER, ONE, eventually, is_quiet, nothing_is_left, read, tokens_of, work_on
 from tests.engine_control.test_utilities import CALLS, RECORDED
 
 from anyengine import (
     EngineClient,
+    EngineSpec,
     SamplingParams,
     UnencodableError,
     UnencodableResultError,
@@ -49,6 +50,11 @@ async def test_an_exception_comes_with_type_text_and_traceback(open_client: Open
             await client.call_utility("echo")
         assert caught.value.exception_type == "TypeError"
         assert tokens_of(await read(other)) == list(range(1, 51))
+
+
+async def test_an_engine_knows_whether_its_process_is_its_own(open_client: Opener, setting: Setting) -> None:
+    async with open_client(EngineSpec("tests.contract.owning_engine:OwningEngine")) as client:
+        assert await client.call_utility("owned") is (setting.kind in ("process", "attached", "sync"))
 
 
 async def test_an_unknown_utility_is_refused_by_name(open_client: Opener) -> None:

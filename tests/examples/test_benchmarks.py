@@ -10,14 +10,31 @@ from pathlib import Path
 
 import pytest
 from tests.cli.programs import ROOT
+from tests.engines.runs import save_stand_in
 
 
 @pytest.mark.timeout(180)
 def test_the_quick_benchmarks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--backends", "asyncio"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170)
-    assert result.returncode == 0, result.stderr
-    assert "targets missed" in result.stdout
+    result = run(tmp_path, "benchmarks", "--quick", "--backends", "asyncio")
+    assert "targets missed" in result
     units = {figure["unit"] for figure in json.loads((tmp_path / "build/bench.json").read_text())["figures"]}
     assert {"1/s", "GB/s", "us", "ms", "B"} <= units
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(180)
+def test_the_benchmark_beside_a_busy_process(tmp_path: Path) -> None:
+    model = str(save_stand_in(tmp_path / "model"))
+    short = ("--rounds", "1", "--seconds", "0.1", "--settle", "0")
+    result = run(tmp_path, "benchmarks.busy_neighbour", "--model", model, *short)
+    assert "alone, 1 request " in result
+    assert "beside a busy process, 16 requests" in result
+
+
+def run(directory: Path, module: str, *arguments: str) -> str:
+    """What a module printed that ran to its end."""
+    command = [sys.executable, "-m", module, *arguments]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=170)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

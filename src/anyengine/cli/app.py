@@ -88,9 +88,7 @@ def generate(
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="CPU threads; beside other busy processes fewer are faster.", show_default="one for each core"
-        ),
+        typer.Option(min=1, help="CPU threads.", show_default="one for each core, fewer while others use them"),
     ] = None,
     backend: Annotated[Backend, typer.Option(help="The async library to run on.")] = Backend.ASYNCIO,
     chat: Annotated[

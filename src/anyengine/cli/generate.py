@@ -40,7 +40,7 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 class Job:
     """What to generate: ``model`` is a directory or ``"default"``, ``chat`` asks by the model's chat template.
 
-    ``stop`` holds the stop strings, ``threads`` is the number of CPU threads (None: one for each core). With
+    ``stop`` holds the stop strings, ``threads`` is the number of CPU threads (None: the engine's choice). With
     ``cuts_to_fit`` there may be fewer tokens than ``sampling`` asks for: those for which the model's length has room.
     """
 

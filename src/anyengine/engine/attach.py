@@ -46,6 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for address in arguments.connect:
             check_address(address, keys=keys is not None)
         core = _build(arguments.spec, dict(arguments.arguments))
+        core.owns_process = True
         core.load(_Progress())
         proc = EngineCoreProc(None, context, rank=arguments.rank, engine=core)
         signal.signal(signal.SIGTERM, proc.terminate)

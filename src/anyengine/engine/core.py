@@ -95,6 +95,10 @@ class EngineCore(abc.ABC):
     :meth:`abort_requests` ends the engine.
     """
 
+    owns_process: bool = False
+    """Whether the process is this engine's alone: it may then change settings of the whole process, like the number of
+    torch's threads. Its caller sets it before :meth:`load`."""
+
     def load(self, progress: ProgressReporter) -> None:  # noqa: B027 - doing nothing is a fine default
         """Load the model. Each call of ``progress`` also tells the client that the engine is alive.
 

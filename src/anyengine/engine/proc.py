@@ -139,6 +139,7 @@ class EngineCoreProc:
             pass
         owner.open_outputs(init)
         core = build_engine(init.path or "", init.arguments)
+        core.owns_process = self._alone
         core.load(owner.say_progress)
         return core
 

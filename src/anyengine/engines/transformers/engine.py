@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from anyengine.engines.transformers import requests
 from anyengine.engines.transformers.arguments import EngineArguments
 from anyengine.engines.transformers.checkpoint import default_model
 from anyengine.engines.transformers.scheduler import BlockPool, Scheduler
+from anyengine.engines.transformers.threads import settle_threads
 from anyengine.engines.transformers.utilities import WorkerUtilities
 from anyengine.params import SamplingParams
 from anyengine.types import EngineInfo
@@ -32,8 +34,10 @@ class TransformersEngine(WorkerUtilities):
     step brings nothing and makes the others wait, and 2048 on CUDA). The KV cache has blocks of ``block_size``
     tokens and takes ``kv_cache_bytes``; the default is 1 GiB (on CUDA nine tenths of what is free), but no more than
     ``max_num_seqs`` requests of full length can use. ``seed`` seeds the requests that have no seed of their own, and
-    ``num_threads`` is the number of CPU threads (None: torch's own choice, all cores). Beside other busy processes
-    fewer are faster: torch's threads wait for each other by spinning, and one that lost its core holds up all of them.
+    ``num_threads`` is the number of CPU threads. None is one for each core that the process's affinity and the CPU
+    quotas of its cgroups allow, and fewer while other processes use the cores: torch's threads wait for each other by
+    spinning, and one that has lost its core stalls the others. Where the engine shares its process, or the
+    environment has settings of OpenMP's threads (``OMP_NUM_THREADS``, ``GOMP_SPINCOUNT``), None is torch's own choice.
     Profiles go into ``profile_dir``, by default ``profiles`` in the directory of converted models.
 
     :raises TypeError: if an argument has the wrong type
@@ -74,6 +78,7 @@ class TransformersEngine(WorkerUtilities):
         self._sampler: Sampler
         self._scheduler: Scheduler
         self._pool: BlockPool
+        self._threads: contextlib.AbstractContextManager[None]
         self._info: EngineInfo
 
     def load(self, progress: ProgressReporter) -> None:
@@ -94,9 +99,10 @@ class TransformersEngine(WorkerUtilities):
 
         progress("importing torch", 1.0)
         arguments = self._arguments
-        if arguments.num_threads is not None:
-            torch.set_num_threads(arguments.num_threads)
         device = arguments.torch_device()
+        self._threads = settle_threads(
+            arguments.num_threads, on_cpu=device.type == "cpu", owns_process=self.owns_process
+        )
         directory = arguments.directory or default_model(progress)
         progress("loading weights", 0.0)
         model = CausalModel(directory, None if arguments.dtype == "auto" else getattr(torch, arguments.dtype), device)
@@ -160,6 +166,10 @@ class TransformersEngine(WorkerUtilities):
         """
         if not (self._model.is_resident and self._cache.is_allocated):
             raise RuntimeError("step() of an engine that sleeps: wake_up() first")
+        with self._threads:
+            return self._step()
+
+    def _step(self) -> StepOutputs | None:
         plan = self._scheduler.schedule()
         if not plan.chunks:
             return None
@@ -181,12 +191,15 @@ class TransformersEngine(WorkerUtilities):
         return from_rows(rows)
 
     def statistics(self) -> Mapping[str, float]:
-        """Requests that run and wait, and blocks of the cache that are taken and that exist."""
+        """Requests that run and wait, blocks of the cache that are taken and that exist, and CPU threads."""
+        import torch
+
         return {
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
             "kv_blocks_used": self._pool.num_blocks - self._pool.free,
             "kv_blocks_total": self._pool.num_blocks,
+            "threads": torch.get_num_threads(),
         }
 
     def sleep(self, level: int) -> None:
