@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,8 +12,10 @@ import anyio
 import numpy
 import pytest
 import torch
+from tests.client.lane_engine import first_token, lane_spec
+from tests.helpers import until
 
-from anyengine import EngineClient, open_engine_client
+from anyengine import EngineClient, SamplingParams, open_engine_client
 from anyengine.testing import scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -96,6 +100,32 @@ async def test_a_message_does_not_change_after_it_was_handed_over(client: Engine
             gc.collect(0)
             torch.full((256, 1024), -1.0)
     assert sorted(sums) == [(number, float(number)) for number in range(60)]
+
+
+async def test_a_request_is_entered_when_its_frames_have_been_read() -> None:
+    """Its owner may write to the tensor from then on: without shared memory, ZeroMQ reads it in place."""
+    embeds = numpy.ones((256, 2**14), "float32")  # more than all buffers on the way hold
+    expected = first_token(embeds)
+    entered = False
+    tokens: list[int] = []
+    async with open_engine_client(lane_spec("numpy"), transport="tcp") as client:
+
+        async def ask() -> None:
+            nonlocal entered
+            async with client.open_request(None, SamplingParams(max_tokens=1), prompt_embeds=embeds) as request:
+                entered = True
+                embeds[...] = 0
+                tokens.extend((await request.completion()).token_ids)
+
+        os.kill(client.health().pid, signal.SIGSTOP)
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await until(lambda: client.statistics().tracked_buffers == 1)
+            for _ in range(50):
+                await anyio.sleep(0)
+            assert not entered
+            os.kill(client.health().pid, signal.SIGCONT)
+    assert tokens == [expected]
 
 
 async def test_a_thousand_messages_with_a_large_and_a_small_buffer(client: EngineClient) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from anyengine import (
     open_engine_client,
 )
 from anyengine.client import opening
+from anyengine.process.host import EngineHost
+from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.testing import StartFault, faulty_launcher, scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -306,6 +309,30 @@ async def _open_and_wait(opened: asyncio.Event) -> None:
     async with open_engine_client(scripted_spec()):
         opened.set()
         await anyio.sleep(3600)
+
+
+async def test_the_loop_runs_on_while_the_system_starts_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes long where the application is large or the machine busy."""
+    loop_turned = threading.Event()
+    turned_meanwhile: list[bool] = []
+    start = ProcessLauncher.start
+
+    def start_slowly(launcher: ProcessLauncher, bootstrap: Bootstrap) -> EngineHost:
+        loop_turned.clear()
+        turned_meanwhile.append(loop_turned.wait(10))
+        return start(launcher, bootstrap)
+
+    async def turn() -> None:
+        while True:
+            loop_turned.set()
+            await anyio.sleep(0.001)
+
+    monkeypatch.setattr(ProcessLauncher, "start", start_slowly)
+    async with anyio.create_task_group() as group:
+        group.start_soon(turn)
+        async with open_engine_client(scripted_spec()):
+            group.cancel_scope.cancel()
+    assert turned_meanwhile == [True]
 
 
 async def test_a_long_import_path_does_not_hold_up_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
