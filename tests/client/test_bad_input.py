@@ -7,7 +7,9 @@ import inspect
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from anyengine import (
     EngineClient,
@@ -46,6 +48,11 @@ async def client(anyio_backend: str) -> AsyncIterator[EngineClient]:
         (b"text", TypeError, ["prompt_token_ids"]),
         ([1, -1], RequestRefusedError, ["prompt_token_ids[1]=-1", "4294967295"]),
         ([2**32], RequestRefusedError, ["prompt_token_ids[0]=4294967296"]),
+        ([1, numpy.int64(-1)], RequestRefusedError, ["prompt_token_ids[1]=-1: a token id is 0 to 4294967295"]),
+        ([torch.tensor(-1)], RequestRefusedError, ["prompt_token_ids[0]=-1: a token id is 0 to 4294967295"]),
+        ([1, 2.0], TypeError, ["prompt_token_ids[1]=2.0 (float): expected integers from 0 to 4294967295"]),
+        ([[1, 2]], TypeError, ["prompt_token_ids[0]=[1, 2] (list): expected integers", "in one flat list"]),
+        ([numpy.float32(1)], TypeError, ["prompt_token_ids[0]=", "(float32): expected integers"]),
         ([1, 2.5], TypeError, ["prompt_token_ids[1]=2.5", "float"]),
         ([1, "2"], TypeError, ["prompt_token_ids[1]='2'"]),
         ([None], TypeError, ["prompt_token_ids[0]=None"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -35,17 +36,30 @@ def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[i
         raise TypeError(f"prompt_token_ids={brief(token_ids)} ({type(token_ids).__name__}): expected token ids")
     if not len(sequence):
         raise RequestRefusedError("prompt_token_ids=[]: expected at least one token")
+    return as_token_ids("prompt_token_ids", sequence)
+
+
+def as_token_ids(where: str, token_ids: Sequence[Any]) -> array[int]:
+    """Token ids as u32, copied; integers of numpy and torch are integers, too.
+
+    :raises TypeError: if one is no integer; the message has its place
+    :raises RequestRefusedError: if one is not u32; the message has its place
+    """
     try:
         # Refuses floats and numbers out of u32 at C speed; a loop over a long prompt would hold up the event loop.
-        return array("I", sequence)
+        return array("I", token_ids)
     except (TypeError, OverflowError, ValueError):
-        for index, token in enumerate(sequence):
-            if not isinstance(token, int):
+        for index, token in enumerate(token_ids):
+            try:
+                number = operator.index(token)
+            except TypeError:
+                flat = " in one flat list" if issubclass(type(token), (list, tuple)) else ""
                 raise TypeError(
-                    f"prompt_token_ids[{index}]={brief(token)} ({type(token).__name__}): expected integers"
+                    f"{where}[{index}]={brief(token)} ({type(token).__name__}): expected integers from 0 to "
+                    f"{U32_MAX}{flat}"
                 ) from None
-            if not 0 <= token <= U32_MAX:
-                raise RequestRefusedError(f"prompt_token_ids[{index}]={token}: a token id is 0 to {U32_MAX}") from None
+            if not 0 <= number <= U32_MAX:
+                raise RequestRefusedError(f"{where}[{index}]={brief(number)}: a token id is 0 to {U32_MAX}") from None
         raise
 
 

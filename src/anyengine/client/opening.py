@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NoReturn
 
 import anyio
 from anyio.abc import TaskGroup
@@ -15,6 +15,7 @@ from anyengine import notices
 from anyengine.client.admission import WhenFull
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.keeper import EngineKeeper, RestartPolicy
+from anyengine.client.not_entered import not_entered
 from anyengine.client.one_error import one_error
 from anyengine.client.options import ClientOptions, OnDeath, Placement
 from anyengine.client.output_relay import FLUSH_LIMIT
@@ -119,6 +120,9 @@ class EngineClientBlock:
         self._spec = spec
         self._options = options
         self._entered = False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(not_entered(self, name, EngineClient, "async with open_engine_client(...) as client"))
 
     async def __aenter__(self) -> EngineClient:
         """Start the engine.

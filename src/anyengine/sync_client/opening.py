@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NoReturn
 
 from anyengine.brief import brief
 from anyengine.client.admission import WhenFull
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.keeper import RestartPolicy
+from anyengine.client.not_entered import not_entered
 from anyengine.client.opening import EngineClientBlock, open_engine_client
 from anyengine.client.options import OnDeath, Placement
 from anyengine.client.supervisor import ShutdownPolicy, StartLimits
@@ -88,6 +89,10 @@ class SyncEngineClientBlock:
         self._block = block
         self._backend: Backend = backend
         self._portal: Portal[EngineClient] | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        how = "with open_sync_engine_client(...) as client"
+        raise AttributeError(not_entered(self, name, SyncEngineClient, how))
 
     def __enter__(self) -> SyncEngineClient:
         """Start the engine.

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from anyengine.brief import brief
 from anyengine.errors import ModelError, RequestRefusedError
+from anyengine.text.content_parts import takes_parts, with_text
 
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
 """What rendering raises over a conversation that the template was not made for."""
@@ -43,6 +44,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now  # pyright: ignore[reportArgumentType]
         try:
             parsed = environment.parse(source)
+            self._takes_parts = takes_parts(parsed)
             self._names = find_undeclared_variables(parsed) - environment.globals.keys()
             self._template = environment.from_string(parsed)
         except TemplateError as error:
@@ -116,7 +118,7 @@ class ChatTemplate:
                     f"messages[{index}] has the role {brief(role)}: expected one of {', '.join(_ROLES)}, or one that "
                     "the model's chat template names"
                 )
-        return listed
+        return [with_text(index, message, as_is=self._takes_parts) for index, message in enumerate(listed)]
 
 
 class _Generation(Extension):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from tokenizers import Tokenizer
 
 from anyengine.brief import brief
+from anyengine.client.checks import as_token_ids
 from anyengine.client.engine_client import EngineClient
 from anyengine.errors import ModelError, RequestRefusedError
 from anyengine.params import SamplingParams
@@ -119,15 +120,17 @@ class ModelText:
     ) -> list[int]:
         """The tokens of a conversation, by the model's chat template.
 
-        :param messages: each with ``"role"``, ``"content"`` and whatever else the template knows
+        :param messages: each with ``"role"``, ``"content"`` and whatever else the template knows; a content may be a
+            list of text parts, ``{"type": "text", "text": "..."}``, which are lines of one text unless the template
+            takes such lists itself
         :param tools: the functions that the model may call, as JSON schemas; refused if the template does not show them
             to the model
         :param add_generation_prompt: whether the assistant speaks next
         :param variables: more that the template refers to, as ``enable_thinking``; refused if it does not
         :raises TypeError: if ``messages`` is not a list of mappings
         :raises ModelError: if the model has no chat template, or one that is malformed, or a package is missing
-        :raises RequestRefusedError: if a message has no role or one that nobody knows, if the template refuses the
-            conversation, leaves out the tools, or does not refer to one of the variables
+        :raises RequestRefusedError: if a message has no role or one that nobody knows, or parts that are no text, if
+            the template refuses the conversation, leaves out the tools, or does not refer to one of the variables
         """
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
@@ -153,9 +156,13 @@ class ModelText:
     # ---- to text ----
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of these tokens."""
+        """The text of these tokens. One that the model does not have has none.
+
+        :raises TypeError: if one is no integer
+        :raises RequestRefusedError: if one is not from 0 to 2**32 - 1
+        """
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
-        return detokenizer.feed(token_ids) + detokenizer.finish()
+        return detokenizer.feed(as_token_ids("token_ids", list(token_ids))) + detokenizer.finish()
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for one text.
@@ -173,7 +180,11 @@ class ModelText:
         """What one token stands for, special or not; perhaps a part of a character. Empty if there is no such token.
 
         Servers show the tokens of log-probabilities by it.
+
+        :raises TypeError: if it is no integer
+        :raises RequestRefusedError: if it is not from 0 to 2**32 - 1
         """
+        (token_id,) = as_token_ids("token_ids", [token_id])
         if self._shown is not None:
             return self._shown[token_id]
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()

@@ -14,6 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from anyengine.client.checks import as_token_ids
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -106,7 +108,11 @@ class TokenBytes(dict[int, bytes]):
         self._hidden = hidden
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
+        try:
+            token = self._tokenizer.id_to_token(token_id)
+        except (OverflowError, TypeError):
+            (token_id,) = as_token_ids("token_ids", [token_id])  # which says what is wrong
+            token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
         self[token_id] = found = b"" if token_id in self._hidden else self.decoding.token(token)
