@@ -113,9 +113,12 @@ def test_a_step_holds_the_logits_of_a_bounded_number_of_tokens(tiny: Path) -> No
 
 
 def test_it_comes_with_a_request_that_fails(
-    engine: TransformersEngine, prompt: list[int], expected: torch.Tensor
+    engine: TransformersEngine, prompt: list[int], expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = SamplingParams(max_tokens=3, allowed_token_ids=[2], min_tokens=1, prompt_logprobs=1)
+    """As one does for which the model computes NaN."""
+    sample = engine._sampler.sample
+    monkeypatch.setattr(engine._sampler, "sample", lambda logits, states: sample(logits * float("nan"), states))
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
     (outcome,) = Run(engine, [(prompt[:20], params)]).finish()
     assert (outcome.finish_reason, outcome.tokens) == ("error", [])
     check(outcome.prompt_logprobs, prompt[:20], expected, 1)
