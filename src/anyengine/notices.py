@@ -32,9 +32,18 @@ MOST_WAITING = 1000
 
 def warn(message: str, *args: object) -> None:
     """Log a warning, as ``logging`` would, except that handlers run in another thread. Never blocks, never raises."""
-    if logger.isEnabledFor(logging.WARNING):
-        path, line, function, _ = logger.findCaller(stacklevel=2)
-        record = logger.makeRecord(logger.name, logging.WARNING, path, line, message, args, None, function)
+    _log(logging.WARNING, message, args)
+
+
+def log_error(message: str, *args: object) -> None:
+    """The same for an error."""
+    _log(logging.ERROR, message, args)
+
+
+def _log(level: int, message: str, args: tuple[object, ...]) -> None:
+    if logger.isEnabledFor(level):
+        path, line, function, _ = logger.findCaller(stacklevel=3)
+        record = logger.makeRecord(logger.name, level, path, line, message, args, None, function)
         context = contextvars.copy_context()
         _notices.submit(lambda: context.run(logger.handle, record))
 

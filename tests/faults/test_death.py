@@ -25,7 +25,7 @@ from anyengine import (
     EngineDeadError,
     EngineError,
     EngineSpec,
-    RequestRefusedError,
+    RequestFailedError,
     SamplingParams,
     ShutdownPolicy,
     UtilityError,
@@ -499,7 +499,7 @@ async def test_an_exception_that_cannot_be_shown_stays_with_its_call(
             await client.call_utility("leave")
         with pytest.raises(UtilityError, match="boom-"):
             await client.call_utility("surrogate")
-        with pytest.raises(RequestRefusedError, match="Mute"):
+        with pytest.raises(RequestFailedError, match="Mute"):
             await client.generate([1, 2, 3])
         assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
         with pytest.raises(EngineDeadError) as caught:

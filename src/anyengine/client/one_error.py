@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import cast
 
 import anyio
 
 from anyengine.engine.failures import describe_failure
-
-logger: logging.Logger = logging.getLogger("anyengine")
+from anyengine.notices import log_error
 
 
 def one_error(group: BaseExceptionGroup[BaseException], bodys_own: BaseException | None) -> BaseException:
@@ -29,7 +27,7 @@ def one_error(group: BaseExceptionGroup[BaseException], bodys_own: BaseException
         if error is not chosen:
             kind, message, traceback = describe_failure(error)
             chosen.add_note(f"the client also failed of {kind}: {message}")
-            logger.error("a service of the client failed as well:\n%s", traceback)
+            log_error("a service of the client failed as well:\n%s", traceback)
     return chosen
 
 
