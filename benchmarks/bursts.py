@@ -56,8 +56,10 @@ async def streams(client: EngineClient, rows: int) -> dict[str, dict[str, float]
         async with watches["replace"]:
             await client.call_utility("release", _STEP_EVERY, False)
             await replaced.done.wait()
+        await client.call_utility("release", _STEP_EVERY, False)  # the engine forgot it when it had no requests
         async with watches["abort"]:
             readers.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
                 await left.done.wait()
+    await client.call_utility("release")
     return {name: watch.pauses() for name, watch in watches.items()}

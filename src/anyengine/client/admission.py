@@ -10,6 +10,7 @@ from typing import Literal
 
 import anyio
 
+from anyengine.client.turns import Turns
 from anyengine.client.waiters import ErrorFactory
 from anyengine.errors import TooManyRequestsError
 
@@ -20,13 +21,14 @@ class Admission:
     """Lets at most ``limit`` requests live, counted by ``live``. In mode ``"wait"`` others queue in order of arrival.
 
     A request is let in by :meth:`enter`, and must then be registered without a checkpoint between. :meth:`update` is
-    called whenever the number of live requests may have fallen.
+    called whenever the number of live requests may have fallen. Those who waited go on in their ``turns``.
     """
 
-    def __init__(self, limit: int | None, when_full: WhenFull, live: Callable[[], int]) -> None:
+    def __init__(self, limit: int | None, when_full: WhenFull, live: Callable[[], int], turns: Turns) -> None:
         self._limit = limit
         self._when_full: WhenFull = when_full
         self._live = live
+        self._turns = turns
         self._queue: deque[_Turn] = deque()
         self._called = 0  # out of the queue, and not back from the wait yet
         self._held = 0  # let in, and not registered yet
@@ -69,7 +71,7 @@ class Admission:
         try:
             await turn.came.wait()
         except BaseException:
-            if turn.came.is_set():
+            if turn.is_called:
                 self._called -= 1
                 self.update()
             else:
@@ -104,15 +106,17 @@ class Admission:
     def _call(self, error: ErrorFactory | None) -> None:
         turn = self._queue.popleft()
         turn.error = error
+        turn.is_called = True
         self._called += 1
-        turn.came.set()
+        self._turns.call(turn.came.set)
 
 
 class _Turn:
     """Somebody who waits to be let in, and is told ``error`` if that will not happen."""
 
-    __slots__ = ("came", "error")
+    __slots__ = ("came", "error", "is_called")
 
     def __init__(self) -> None:
         self.came = anyio.Event()
+        self.is_called = False
         self.error: ErrorFactory | None = None

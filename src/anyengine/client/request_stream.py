@@ -88,7 +88,7 @@ class RequestStream:
         self._arrival: Wakeup | None = None
         self._parked = False  # the reader waits, and nothing has come that wakes it
         self._unchecked = 0
-        self._released: anyio.Event | None = None
+        self._released: Wakeup | None = None
 
     # ---- for the client's reader ----
 
@@ -111,6 +111,8 @@ class RequestStream:
                 self._error = functools.partial(details.to_error, self.request_id)
             else:
                 self._details.append(details)
+            if self._finish is not None and self._released is not None:  # it ended before it could be aborted
+                self._session.turns.call(self._released.set)
         if self._parked and (self._finish is not None or self._wakes_early):
             self._unpark()
 
@@ -124,10 +126,16 @@ class RequestStream:
             self._arrival.set()
 
     def close(self, error: ErrorFactory) -> None:
-        """Nothing more will come: ``error`` follows what is there, unless the request had ended."""
+        """Nothing more will come: ``error`` follows what is there, unless the request had ended.
+
+        Whoever waits is woken in its turn.
+        """
         if self._finish is None:
             self._error = error
         self._parked = False
+        self._session.turns.call(self._wake_all)
+
+    def _wake_all(self) -> None:
         self.wake()
         if self._released is not None:
             self._released.set()
@@ -137,7 +145,7 @@ class RequestStream:
         if self._finish is None and self._error is None:
             self.push_row((), OutputDetails(finish_reason="abort"))
         if self._released is not None:
-            self._released.set()
+            self._session.turns.call(self._released.set)
 
     # ---- for the caller ----
 
@@ -187,9 +195,9 @@ class RequestStream:
             self._parked = False
             self.wake()
         if aborted:
-            self._released = anyio.Event()
+            self._released = self._session.wakeup_type()
             with self._session.limits.within(RELEASE_LIMIT, shield=True):
-                await self._released.wait()
+                await self._released
 
     def __aiter__(self) -> Self:
         return self

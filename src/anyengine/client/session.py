@@ -21,6 +21,7 @@ from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_ids import RequestIds
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.staging import release, size_to_stage, stage, stage_features
+from anyengine.client.turns import Turns
 from anyengine.client.waiters import ErrorFactory, OutputQueue
 from anyengine.errors import CrashReport, EngineClosedError, EngineDeadError, EngineError
 from anyengine.params import RequestOptions, SamplingParams
@@ -36,6 +37,9 @@ E = TypeVar("E", bound=Exception)
 
 HEALTH_TIMEOUT = 2.0
 """Seconds without an answer, or without a step while there is work, after which an engine counts as unresponsive."""
+
+_ABORTED_ALONE = 8
+"""Streams left in one turn of the event loop that are aborted by a message each."""
 
 
 class EngineSession:
@@ -60,8 +64,11 @@ class EngineSession:
         self.link: EngineLink = EngineLink(0, self._handles, time.monotonic, token)
         self.delivery: Delivery = Delivery()
         self.wakeup_type: type[Wakeup] = wakeup_type()
+        self.turns: Turns = Turns(self.wakeup_type)
         self.queue: OutputQueue = OutputQueue(self.wakeup_type)
-        self.admission: Admission = Admission(max_requests, when_full, lambda: len(self.link.machine.requests))
+        self.admission: Admission = Admission(
+            max_requests, when_full, lambda: len(self.link.machine.requests), self.turns
+        )
         self.staging: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
         self.limits: Limits = Limits()
         self.relay: OutputRelay = OutputRelay()
@@ -75,6 +82,7 @@ class EngineSession:
         self.refused_messages = 0
         self.guests: dict[str, str | None] = {}  # other clients that share the engine: addresses, and files of keys
         self.ids: RequestIds = RequestIds()
+        self._leaving: list[int] = []  # handles of streams that are left, and aborted in the loop's next turn
         self._trackers: list[zmq.MessageTracker] = []
         self._stagings: set[anyio.CancelScope] = set()
 
@@ -100,11 +108,23 @@ class EngineSession:
         return error
 
     def abort_stream(self, handle: int) -> bool:
-        """Abort a stream's request; whether it was live, so that its release will come."""
+        """Abort a stream's request, now or in the loop's next turn; whether it was live, so that its end will come.
+
+        Of many that are left at one moment, most are aborted by one message.
+        """
         if self.link.report is not None or handle not in self.link.machine.requests:
             return False
-        self.abort([handle])
+        if self._leaving or not self.turns.take(_ABORTED_ALONE):
+            if not self._leaving:
+                self.turns.call_next(self._abort_leaving)
+            self._leaving.append(handle)
+        else:
+            self.abort([handle])
         return True
+
+    def _abort_leaving(self) -> None:
+        handles, self._leaving = self._leaving, []
+        self.abort(handles)
 
     async def await_trackers(self, trackers: list[zmq.MessageTracker]) -> None:
         """Return when ZeroMQ has read these frames, so that the caller may change the memory; or the engine is dead.
@@ -187,6 +207,9 @@ class EngineSession:
         """
         while True:
             await self.available()
+            if not self.turns.take():
+                await self.turns.wait()
+                await self.available()
             try:
                 await self.admission.enter()
             except EngineDeadError as error:
@@ -322,15 +345,15 @@ class EngineSession:
     def close_waiters(self, error: ErrorFactory) -> None:
         """Everybody who waits for the engine gets a fresh ``error``, after what came before it."""
         requests, aborting, calls = self.link.machine.died()
-        for owner in (*requests, *aborting, *calls):
+        for owner in dict.fromkeys((*requests, *aborting, *calls)):
             if owner is not self.queue:
                 owner.close(error)
         self.queue.close(error, owed=self.queue in requests)
         self.admission.dismiss(error)
         for scope in self._stagings:
             scope.cancel()
-        while self.delivery.wake_readers():
-            pass  # those whose requests had ended before
+        while self.delivery.unparked:  # those whose requests had ended before
+            self.turns.call(self.delivery.unparked.popleft().wake)
         self.ids.clear()
         self.delivery.forget_owners()
 

@@ -39,6 +39,9 @@ async def call_utility(session: EngineSession, method: str, args: Sequence[Any],
 async def _call(session: EngineSession, method: str, args: Sequence[Any]) -> Any:
     await checkpoint_if_cancelled()
     await session.available()
+    if not session.turns.take():
+        await session.turns.wait()
+        await session.available()
     info = session.link.info  # of a new life, if there was a restart
     assert info is not None
     if method not in info.utilities:
@@ -61,7 +64,7 @@ async def call_now(session: EngineSession, method: str, args: Sequence[Any]) -> 
     :raises EngineError: if the utility failed, or the engine died or the client was closed meanwhile
     :raises UnencodableError: if an argument cannot travel
     """
-    call = PendingCall(method, session.link.rank, session.wakeup_type())
+    call = PendingCall(method, session.link.rank, session.wakeup_type(), session.turns)
     machine = session.link.machine
     call_id, frames = machine.call(method, args, call)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from anyengine.client.turns import Turns
 from anyengine.errors import EngineError, UnencodableResultError, UtilityError
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.transport.wakeup import Wakeup
@@ -24,12 +25,13 @@ ErrorFactory = Callable[[], EngineError]
 class PendingCall:
     """A utility call whose answer has not come."""
 
-    __slots__ = ("_error", "_value", "_wakeup", "method", "rank")
+    __slots__ = ("_error", "_turns", "_value", "_wakeup", "method", "rank")
 
-    def __init__(self, method: str, rank: int, wakeup: Wakeup) -> None:
+    def __init__(self, method: str, rank: int, wakeup: Wakeup, turns: Turns) -> None:
         self.method: str = method
         self.rank: int = rank
         self._wakeup = wakeup
+        self._turns = turns
         self._value: Any = None
         self._error: ErrorFactory | None = None
 
@@ -45,9 +47,9 @@ class PendingCall:
         self._wakeup.set()
 
     def close(self, error: ErrorFactory) -> None:
-        """Resolve the call with an error."""
+        """Resolve the call with an error; its task is woken in its turn."""
         self._error = error
-        self._wakeup.set()
+        self._turns.call(self._wakeup.set)
 
     async def wait(self) -> None:
         """Return when the call is resolved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -106,6 +107,7 @@ class Clients:
                     return "input"
             if time.perf_counter() >= sleep_at:
                 break
+            os.sched_yield()  # the client may need this processor to ask
         if limit is None and any(connection.lasting for connection in connections):
             limit = LEAVE_LIMIT
         awaited: list[tuple[Any, int]] = [

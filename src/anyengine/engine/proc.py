@@ -35,9 +35,10 @@ LOOK_INTERVAL = 0.00005
 """Seconds between two looks for messages while there is work: steps that take less do not look each time, for a message
 is longer on its way than that."""
 
-STAY_AWAKE = 0.0002
+STAY_AWAKE = 0.001
 """Seconds for which an engine without work looks for messages before it sleeps: to wake a thread on an idle processor
-takes longer than all the rest of a round trip, and whoever has just been answered often has the next thing to ask."""
+takes longer than all the rest of a round trip, and a client that has just been answered often has the next thing to
+ask. Where its own processor is busy, it takes several times as long as a round trip to do so."""
 
 
 class Terminated(SystemExit):
@@ -71,6 +72,7 @@ class EngineCoreProc:
         self._steps = 0
         self._figures = Figures(self._clients.send_figures)
         self._look_at = 0.0
+        self._stays_awake = False  # something was done since the last wait, for which the client may have a next thing
         self._alone = alone
         self._paused_by: ClientConnection | None = None
         self._failure_fd: int | None = None
@@ -168,9 +170,9 @@ class EngineCoreProc:
 
         :raises Exception: what the engine failed of, if it does meanwhile
         """
-        what = self._clients.await_input(
-            STAY_AWAKE if self._alone else 0.0, DELAY if self._figures.due else None, self._failure_fd
-        )
+        stay_awake = STAY_AWAKE if self._alone and self._stays_awake else 0.0
+        self._stays_awake = False
+        what = self._clients.await_input(stay_awake, DELAY if self._figures.due else None, self._failure_fd)
         if what == "failure":
             control.core.check_health()
         elif what is None and self._figures.due:
@@ -183,6 +185,7 @@ class EngineCoreProc:
                 try:
                     event = connection.receive()
                     if event is not None:
+                        self._stays_awake = self._stays_awake or not isinstance(event, machine.PingReceived)
                         self._handle(control, connection, event)
                 except (MessageLostError, zmq.ZMQError) as error:
                     if not connection.lasting:
@@ -285,6 +288,7 @@ class EngineCoreProc:
     def _work(self, control: SchedulerControl) -> None:
         outputs = control.step()
         self._steps += 1
+        self._stays_awake = True
         if outputs is not None and len(outputs):
             self._clients.send_step(self._steps, outputs, control.core.abort_requests)
         self._figures.due = True

@@ -7,8 +7,8 @@ on asyncio, and a future two; a stream does it for each token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
-from typing import Protocol
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, cast
 
 import anyio
 from anyio.lowlevel import current_token
@@ -53,3 +53,11 @@ def wakeup_type() -> type[Wakeup]:
 def in_asyncio() -> bool:
     """Whether the caller is a task of asyncio, and not one of a trio that runs within a task or a loop of asyncio."""
     return isinstance(current_token().native_token, asyncio.AbstractEventLoop)
+
+
+def run_soon_function() -> Callable[[Callable[[], object]], object]:
+    """The function by which the event loop that runs is told to call another one in its next turn."""
+    token = current_token().native_token
+    if isinstance(token, asyncio.AbstractEventLoop):
+        return token.call_soon
+    return cast("Any", token).run_sync_soon
