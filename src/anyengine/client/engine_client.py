@@ -36,8 +36,10 @@ class EngineClient(EngineUtilities):
     """One engine, wherever it runs. ``open_engine_client`` makes it and owns what runs behind it.
 
     Every await ends: with a value, with an error, or with cancellation. After the engine's death each call and each
-    waiter gets :class:`EngineDeadError`, after the client's block :class:`EngineClosedError`. Use it from the event
-    loop that opened it.
+    waiter gets :class:`EngineDeadError`, after the client's block :class:`EngineClosedError`. It belongs to the event
+    loop that opened it: from another thread or loop, calls raise RuntimeError. ``info``, :meth:`health` and
+    :meth:`statistics` may be called from any thread. In a process that was forked from the client's, all but ``info``
+    raise :class:`EngineClosedError`, and leaving a block leaves the engine alone.
     """
 
     def __init__(self, session: EngineSession) -> None:
@@ -62,10 +64,12 @@ class EngineClient(EngineUtilities):
         :raises ValueError: if ``timeout`` is not a positive number
         """
         check_seconds("timeout", timeout)
+        self._session.belonging.require_process()
         return self._session.health(timeout)
 
     def statistics(self) -> ClientStatistics:
         """What the client holds right now; every count is zero when nothing runs."""
+        self._session.belonging.require_process()
         machine = self._session.link.machine
         return ClientStatistics(
             live_requests=len(machine.requests),
@@ -73,7 +77,7 @@ class EngineClient(EngineUtilities):
             pending_calls=len(machine.calls),
             unread_outputs=len(self._session.queue),
             waiting_requests=self._session.admission.waiting,
-            tracked_buffers=self._session.tracked_buffers(),
+            tracked_buffers=self._session.tracked_buffers,
             engine=dict(self._session.link.engine_figures),
         )
 
@@ -83,6 +87,7 @@ class EngineClient(EngineUtilities):
         :raises EngineDeadError: when the engine dies
         :raises EngineClosedError: when the client is closed
         """
+        self._session.belonging.require()
         await self._session.link.ended.wait()
         await checkpoint()
         raise self._session.told(self._session.ending_error())
@@ -156,6 +161,7 @@ class EngineClient(EngineUtilities):
         :raises RequestRefusedError: if the engine does not support the task
         :raises EngineDeadError: if the engine dies before the result
         """
+        self._session.belonging.require()
         pooling = check_pooling(pooling_params, self.info)
         request = self._prepare(
             prompt_token_ids, _DEFAULT_SAMPLING, pooling, prompt_embeds, request_id, stall_limit, options
@@ -177,6 +183,7 @@ class EngineClient(EngineUtilities):
         The caller must abort what it does not want any more. Parameters and errors as :meth:`open_request`; with
         ``pooling_params`` it asks for what :meth:`encode` does.
         """
+        self._session.belonging.require()
         pooling = None if pooling_params is None else check_pooling(pooling_params, self.info)
         tokens, checked = self._check(prompt_token_ids, sampling_params, pooling, prompt_embeds, request_id, options)
         await checkpoint_if_cancelled()
@@ -199,6 +206,7 @@ class EngineClient(EngineUtilities):
         :raises EngineDeadError: if the engine is dead
         :raises EngineClosedError: if the client is closed
         """
+        self._session.belonging.require()
         self._session.check_open()
         own = check_handles(handles)
         await checkpoint()
@@ -214,6 +222,10 @@ class EngineClient(EngineUtilities):
         :raises anyio.BusyResourceError: if another task waits
         """
         session = self._session
+        if session.queue:
+            session.belonging.require_thread()
+        else:
+            session.belonging.require()
         if session.restarted is not None and session.waits_for_restart and session.queue.has_told:
             await session.available()
         try:
@@ -223,6 +235,7 @@ class EngineClient(EngineUtilities):
 
     def get_outputs_nowait(self) -> list[StepOutputs]:
         """The steps that have come already, without waiting; perhaps none. It never says that the engine is dead."""
+        self._session.belonging.require()
         return self._session.queue.get_outputs_nowait()
 
     # ---- utilities ----
@@ -244,6 +257,7 @@ class EngineClient(EngineUtilities):
         :raises EngineDeadError: if the engine is dead or dies before it answers
         :raises EngineClosedError: if the client is closed, before or meanwhile
         """
+        self._session.belonging.require()
         return await call_utility(self._session, method, args, timeout)
 
     async def connect_client(self, address: str, *, keys: str | os.PathLike[str] | None = None) -> None:
@@ -287,6 +301,7 @@ class EngineClient(EngineUtilities):
         request_id: str | None,
         options: RequestKeywords,
     ) -> tuple[Sequence[int] | None, RequestOptions]:
+        self._session.belonging.require()
         self._session.check_open()
         info = self.info
         tokens = check_prompt(token_ids, embeds, info)

@@ -109,21 +109,24 @@ class EngineLink:
         """The engine's health, ``state`` overriding what its signs of life say."""
         now = self._clock()
         since: float | None = None
+        # Taken once each: another thread may ask while the loop's writes.
+        silent_since, work_since, step_seen_at = self._silent_since, self._work_since, self._step_seen_at
+        host = self.host
         if state is None:
             # If this process's own loop was blocked, the engine may have answered all the while.
-            silence = None if self._silent_since is None else self._looked_at - self._silent_since
+            silence = None if silent_since is None else self._looked_at - silent_since
             if silence is not None and silence >= timeout:
-                since = now - (self._silent_since or now)
-            elif self._work_since is not None and not self.engine_figures.get("paused"):
-                stalled_at = max(self._work_since, self._progress_at)
+                since = now - (silent_since or now)
+            elif work_since is not None and not self.engine_figures.get("paused"):
+                stalled_at = max(work_since, self._progress_at)
                 if self._looked_at - stalled_at >= timeout:
                     since = now - stalled_at
         return Health(
             state=state or ("alive" if since is None else "unresponsive"),
             rank=self.rank,
-            pid=self.host.pid if self.host is not None else 0,
+            pid=host.pid if host is not None else 0,
             steps=self._steps,
-            last_step_age=None if self._step_seen_at is None else now - self._step_seen_at,
+            last_step_age=None if step_seen_at is None else now - step_seen_at,
             unresponsive_for=since,
         )
 

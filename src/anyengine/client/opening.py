@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -39,6 +40,14 @@ from anyengine.types import EngineSpec, ProgressCallback
 
 _START_LIMITS = StartLimits()
 _SHUTDOWN = ShutdownPolicy()
+
+OTHER_TASK = (
+    "the client's block was left by another task than the one that entered it; the engine has been ended. One task has "
+    "to do both: with pytest take the fixtures of AnyIO's plugin (@pytest.mark.anyio) in place of pytest-asyncio's; "
+    "elsewhere have a task of its own hold `async with open_engine_client(...)` open until an event is set; in a "
+    "notebook use open_sync_engine_client. See docs/whose-client.md"
+)
+"""What leaving a block in a foreign task says."""
 
 
 def open_engine_client(
@@ -177,6 +186,17 @@ class EngineClientBlock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         assert self._body_scope is not None
+        belonging = self._session.belonging
+        if belonging.is_forked:
+            if belonging.in_trio:  # asyncio runs no task in a fork
+                await self._unwind_fork(kind, error, traceback)
+            return False
+        if belonging.loop_has_ended:
+            self._end_at_once()
+        belonging.require()
+        if not belonging.is_own_task:
+            await self._end_engine()
+            raise RuntimeError(OTHER_TASK)
         replaced: BaseException | None = None
         try:
             self._body_scope.__exit__(kind, error, traceback)
@@ -226,6 +246,14 @@ class EngineClientBlock:
 
     async def _close(self, error: BaseException | None) -> bool:
         """End everything; whether ``error`` was a cancellation of our own group and ends here."""
+        try:
+            await self._end_engine()
+        finally:
+            swallowed = await self._leave_group(error)
+        return swallowed
+
+    async def _end_engine(self) -> None:
+        """End the engine and all that serves it; any task of the loop may do that."""
         session = self._session
         session.closing = True
         session.link.phase = "close"
@@ -240,14 +268,35 @@ class EngineClientBlock:
                 session.link.ended.set()
                 await self._end_services()
         finally:
-            try:
-                session.endpoints.close_sockets()
-                if session.link.host is not None:
-                    session.link.host.close()
-                session.endpoints.close()
-            finally:
-                swallowed = await self._leave_group(error)
-        return swallowed
+            session.endpoints.close_sockets()
+            if session.link.host is not None:
+                session.link.host.close()
+            session.endpoints.close()
+
+    async def _unwind_fork(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave the scopes and end the tasks, of which a fork has copies, and touch nothing that is the parent's."""
+        assert self._body_scope is not None
+        self._services_scope.cancel()
+        with contextlib.suppress(BaseExceptionGroup):  # the body's own goes on
+            self._body_scope.__exit__(kind, error, traceback)
+        await self._leave_group(error)
+
+    def _end_at_once(self) -> None:
+        """Leave nothing behind of a block whose loop has ended before it was left."""
+        session = self._session
+        if session.closed:
+            return
+        session.closing = session.closed = True
+        # What the loop still had registered goes with it: RuntimeError says that there is none to tell.
+        with contextlib.ExitStack() as steps:
+            steps.enter_context(contextlib.suppress(RuntimeError))
+            steps.callback(session.endpoints.close)
+            if (host := session.link.host) is not None:
+                for step in (host.close, host.reap, host.kill):
+                    steps.callback(step)
+            steps.callback(session.endpoints.close_sockets)
 
     async def _flush(self) -> None:
         """Let the engine's last words and the warnings about its end come out, which a blocked stderr may prevent."""

@@ -157,6 +157,7 @@ class RequestStream:
         :raises EngineClosedError: if the client is closed
         :raises RuntimeError: if this request was sent before
         """
+        self._session.belonging.require()
         if self._entered:
             raise RuntimeError("a request can be sent once; call open_request again")
         self._entered = True
@@ -184,6 +185,9 @@ class RequestStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._session.belonging.is_forked:
+            return
+        self._session.belonging.require()
         await self._leave()
 
     async def _leave(self) -> None:
@@ -210,10 +214,12 @@ class RequestStream:
         if self._handle is None:
             raise RuntimeError("enter the request first: async with client.open_request(...) as request")
         if self._ready():
+            self._session.belonging.require_thread()
             # A cancellation has to be looked for: on asyncio, AnyIO does not deliver it to a task whose wait is over,
             # as it always is on a busy stream.
             await checkpoint()
         else:
+            self._session.belonging.require()
             self._unchecked += 1
             if self._unchecked >= CHECK_EVERY:
                 self._unchecked = 0
@@ -268,6 +274,7 @@ class RequestStream:
         :raises RuntimeError: if it was not entered, or there is nothing left to read
         :raises anyio.ClosedResourceError: if its block is left first
         """
+        self._session.belonging.require()
         before = self._whole, self._wakes_early
         self._whole, self._wakes_early = True, self._stall_limit is not None
         try:

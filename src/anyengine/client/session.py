@@ -13,6 +13,7 @@ import anyio
 import zmq
 
 from anyengine.client.admission import Admission, WhenFull
+from anyengine.client.belonging import Belonging
 from anyengine.client.delivery import Delivery
 from anyengine.client.limits import Limits
 from anyengine.client.link import EngineLink
@@ -55,6 +56,7 @@ class EngineSession:
         token: bytes | None,
         on_progress: ProgressCallback | None,
     ) -> None:
+        self.belonging: Belonging = Belonging()
         self.endpoints = endpoints
         self.spec = spec
         self.on_progress = on_progress
@@ -302,8 +304,7 @@ class EngineSession:
             self._unreachable(error)
             return []
         if trackers:
-            self.tracked_buffers()
-            self._trackers += trackers
+            self._trackers = [tracker for tracker in self._trackers if not tracker.done] + trackers
         return trackers
 
     def send_copied(self, frames: Frames) -> None:
@@ -323,10 +324,10 @@ class EngineSession:
             self.link.host.end("lost")
         self.link.is_unreachable = True
 
+    @property
     def tracked_buffers(self) -> int:
-        """How many large frames ZeroMQ still reads."""
-        self._trackers = [tracker for tracker in self._trackers if not tracker.done]
-        return len(self._trackers)
+        """How many large frames ZeroMQ still reads; any thread may ask."""
+        return sum(not tracker.done for tracker in self._trackers)
 
     def deliver(self, event: StepReceived[Any]) -> None:
         """Hand one step to those who wait for it."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import anyio
 
+from anyengine import forks
 from anyengine.errors import CrashReport, Phase, ProtocolError
 from anyengine.excerpts import MESSAGE_LIMIT, NAME_LIMIT, excerpt, trace_excerpt
 from anyengine.notices import warn
@@ -57,6 +58,8 @@ class EngineProcess:
         self._exception = exception
         self._native = native
         self._pidfd = _open_pidfd(child.pid)
+        if self._pidfd is not None:
+            forks.watch(self._pidfd)
         self._status_taken = False
         self._reaped = False
         self._watched = False
@@ -170,6 +173,7 @@ class EngineProcess:
         if self._pidfd is not None:
             if self._watched:
                 anyio.notify_closing(self._pidfd)
+            forks.unwatch(self._pidfd)
             os.close(self._pidfd)
 
 

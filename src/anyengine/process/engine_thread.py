@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import zmq
 
+from anyengine import forks
 from anyengine.engine.failures import describe_failure
 from anyengine.engine.proc import EngineCoreProc
 from anyengine.errors import CrashReport, Phase
@@ -53,6 +54,10 @@ class EngineThread:
             self._thread = threading.Thread(
                 target=self._run, args=(bootstrap, context), name=f"anyengine-{bootstrap.rank}", daemon=True
             )
+            # The writing end too: in a fork it would keep the end of the thread from being seen.
+            for end in (self._reader, self._writer):
+                forks.watch(end)
+                kept.callback(forks.unwatch, end)
             try:
                 self._thread.start()
             except RuntimeError as error:  # no more threads: for the caller the same as no more processes
@@ -73,6 +78,7 @@ class EngineThread:
             finally:
                 proc.close()
         finally:
+            forks.unwatch(self._writer)
             os.close(self._writer)
 
     async def wait(self) -> None:
@@ -124,6 +130,7 @@ class EngineThread:
             self.lane.close()
         if self._watched:
             anyio.notify_closing(self._reader)
+        forks.unwatch(self._reader)
         os.close(self._reader)
         self._reader = -1
 

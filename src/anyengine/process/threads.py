@@ -22,6 +22,9 @@ from anyio.lowlevel import checkpoint_if_cancelled, current_token
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+LOOK = 0.1
+"""Seconds between two looks whether a function has ended."""
+
 
 async def run_in_thread(function: Callable[[*Ts], T], *args: *Ts, name: str, abandon_on_cancel: bool = False) -> T:
     """Run a blocking function in a daemon thread and return what it returns, or raise what it raises.
@@ -70,7 +73,11 @@ class ThreadCall(Generic[T]):
 
     async def wait(self) -> None:
         """Return when the function has ended. A wait that is cancelled can be repeated."""
-        await self._ended.wait()
+        while not self._ended.is_set() and not (self._values or self._error):
+            # Looking as well as waiting: a fork of this process that unwound its copy of the loop has taken away what
+            # wakes this one from other threads, for they share an epoll.
+            with anyio.move_on_after(LOOK):
+                await self._ended.wait()
 
     def result(self) -> T:
         """What the function returned, after :meth:`wait`; raises what it raised."""

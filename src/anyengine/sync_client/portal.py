@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +19,8 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
+from anyengine import forks
+from anyengine.client.belonging import forked_error
 from anyengine.errors import EngineClosedError
 from anyengine.sync_client.loop_handle import Backend, LoopHandle
 from anyengine.sync_client.portal_call import Latch, Listener, PortalCall, PortalWait
@@ -39,6 +42,8 @@ class Portal(Generic[T]):
 
     def __init__(self, block: AbstractAsyncContextManager[T, Any], backend: Backend) -> None:
         self._block = block
+        self._forks = forks.count()
+        self._pid = os.getpid()
         self.loop: LoopHandle = LoopHandle(backend)
         self._entered: list[T] = []  # what entering the block returned
         self._error: BaseException | None = None
@@ -55,6 +60,11 @@ class Portal(Generic[T]):
     def is_own_thread(self) -> bool:
         """Whether the caller runs in the loop's thread."""
         return threading.get_ident() == self._thread.ident
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a process that was forked from the loop's, in which its thread does not run."""
+        return forks.count() != self._forks
 
     @property
     def is_left(self) -> bool:
@@ -84,6 +94,8 @@ class Portal(Generic[T]):
         An interrupt meanwhile comes out when the block has been left. A second one comes out at once; the rest goes on
         in the loop's thread.
         """
+        if self.is_forked:
+            return
         self.check_thread()
         try:
             self.loop.post(self._leave)
@@ -192,13 +204,17 @@ class Portal(Generic[T]):
 
     def abandon(self, call: PortalCall[Any] | PortalWait) -> None:
         """Cancel a call and wait, bounded, until nothing of it runs. It waits for nothing in the loop's own thread."""
+        if self.is_forked:
+            return
         self._background.discard(call)
         self.loop.post_surely(functools.partial(self._abandon, call))
         if not self.is_own_thread:
             call.gone.wait(INTERRUPT_LIMIT)
 
     def check_open(self) -> None:
-        """:raises EngineClosedError: if the block was left"""
+        """:raises EngineClosedError: if the block was left, or in a process that was forked from the client's"""
+        if self.is_forked:
+            raise forked_error(self._pid)
         if self._ended.is_set:
             raise EngineClosedError("the client is closed: its block was left")
 

@@ -8,6 +8,8 @@ change away. Here every operation that may have taken it looks at the socket's e
 from __future__ import annotations
 
 import asyncio
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -15,9 +17,11 @@ import anyio
 import zmq
 from anyio.lowlevel import checkpoint
 
-from anyengine import frames
+from anyengine import forks, frames
 from anyengine.protocol.cbor import Buffer
 from anyengine.transport.wakeup import in_asyncio
+
+_sockets: weakref.WeakSet[Socket] = weakref.WeakSet()
 
 
 class Socket:
@@ -27,6 +31,8 @@ class Socket:
         self._raw = raw
         self._routed = routed
         self._fd = int(raw.getsockopt(zmq.FD))
+        forks.watch(self._fd)
+        _sockets.add(self)
         self._closed = False
         self._drained = False
         self._woken = False
@@ -163,6 +169,10 @@ class Socket:
         if (self._parked is not None or self._reader is not None) and frames.has_input(self._raw):
             self.wake()
 
+    def forget(self) -> None:
+        """In a forked process: the socket is the parent's, and ZeroMQ's threads are not here."""
+        self._closed = True
+
     def close(self) -> None:
         """Close it, dropping what is unsent; a task that waits gets ClosedResourceError."""
         if self._closed:
@@ -174,6 +184,7 @@ class Socket:
             anyio.notify_closing(self._fd)
         if self._reader is not None:
             self._reader.close()
+        forks.unwatch(self._fd)
         self._raw.close(linger=0)
 
 
@@ -224,3 +235,11 @@ class _CallbackReader:
         if self._again is not None:
             self._again.cancel()
         self._end(None)
+
+
+def _after_in_child() -> None:
+    for socket in list(_sockets):
+        socket.forget()
+
+
+os.register_at_fork(after_in_child=_after_in_child)

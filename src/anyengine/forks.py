@@ -1,0 +1,44 @@
+"""What a fork of the application means for what belongs to one process.
+
+What belongs to a process notes :func:`count` when it is made. In a process that the application forks the count is
+another one, and comparing it takes no system call.
+
+A fork shares the epoll of the event loop that it was made in. If the loop is unwound there, it takes back its waits for
+descriptors, and so the parent's. A watched descriptor leads nowhere in a fork, and then that changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+_count = 0
+_watched: set[int] = set()
+
+
+def count() -> int:
+    """The number of forks between this process and the one that loaded this module."""
+    return _count
+
+
+def watch(fd: int) -> None:
+    """An event loop may wait for this descriptor until :func:`unwatch`, which comes before it is closed."""
+    _watched.add(fd)
+
+
+def unwatch(fd: int) -> None:
+    """No loop waits for it any more."""
+    _watched.discard(fd)
+
+
+def _after_in_child() -> None:
+    global _count
+    _count += 1
+    if _watched:
+        nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        for fd in _watched:
+            os.dup2(nowhere, fd, inheritable=False)
+        os.close(nowhere)
+        _watched.clear()
+
+
+os.register_at_fork(after_in_child=_after_in_child)
