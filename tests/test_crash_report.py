@@ -32,3 +32,16 @@ def test_an_end_whose_status_is_not_known() -> None:
     assert report().startswith("engine 0 (pid 7) died while it was serving: exit status unknown\n")
     raised = report(exception_type="ValueError", exception_message="bad", traceback=TRACEBACK)
     assert raised.startswith("engine 0 (pid 7) died while it was serving: by an exception\nValueError: bad\n")
+
+
+def test_what_the_client_found_comes_first_and_its_own_signal_is_blamed_for_nothing() -> None:
+    text = report(phase="hello", signal=9, reason="no HELLO came within 2.0 s; the limit is ...")
+    first, *_, advice = text.splitlines()
+    assert (
+        first
+        == "engine 0 (pid 7) was ended by the client before it said HELLO: no HELLO came within 2.0 s; the limit is ..."
+    )
+    assert "SIGKILL" not in text and advice == "The client ended this engine for the reason above."
+    refused = report(pid=None, phase="launch", reason="/nowhere could not be started", exception_type="OSError")
+    assert refused.startswith("engine 0 was not started: /nowhere could not be started\nOSError")
+    assert report(attached=True, pid=None, reason="none came in 2 s").startswith("no engine came: none came in 2 s\n")

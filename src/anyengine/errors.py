@@ -97,7 +97,13 @@ class CrashReport:
         if self.attached:
             lines = ["no engine came" if self.pid is None else f"{who} is gone{how}"]
         if self.reason is not None:
-            lines.append(f"reason: {self.reason}")
+            # What this side found comes first, and not the signal by which it ended the engine for that.
+            if not self.attached:
+                ended = (
+                    "was not started" if self.phase == "launch" else f"was ended by the client {_PHASES[self.phase]}"
+                )
+                lines = [f"{who} {ended}"]
+            lines[0] += f": {self.reason}"
         if self.exception_type is not None:
             lines.append(f"{self.exception_type}: {self.exception_message}")
         for title, text in (

@@ -308,7 +308,7 @@ async def test_a_restart_whose_launch_raises_is_a_death_of_phase_launch(
             await die(client)
             # Two launches fail, which counts, and the third serves.
             assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
-    assert "while its process was starting; restart 3 of 3" in caplog.text
+    assert "could not be started; restart 3 of 3" in caplog.text
     assert "on_progress" not in caplog.text
 
     launcher = RefusingLauncher(error, good=1, bad=9)
@@ -350,7 +350,7 @@ async def test_only_what_on_progress_raises_is_blamed_on_it(error: BaseException
             await die(client)
             await client.generate([1])
     assert caught.value.report.phase == "load"
-    assert f"reason: on_progress raised {type(error).__name__}: " in str(caught.value)
+    assert f": on_progress raised {type(error).__name__}: " in str(caught.value)
 
 
 async def test_arguments_that_cannot_travel_any_more_end_that_life_and_name_themselves() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-INSTALL = "pip install 'anyengine[cli,transformers]'"
+INSTALL = "pip install '.[cli,transformers]' in the checkout of anyengine"
 """What to do when a package of the extras is missing."""
 
 

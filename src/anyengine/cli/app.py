@@ -102,7 +102,7 @@ def generate(
     model, prompt = _model_and_prompt(texts)
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if backend is Backend.TRIO and importlib.util.find_spec("trio") is None:
-        sys.exit("anyengine: --backend trio needs the package 'trio': pip install 'anyengine[trio]'")
+        sys.exit("anyengine: --backend trio needs the package 'trio': pip install trio")
     if missing:
         sys.exit(f"anyengine: generating needs {' and '.join(missing)}: {INSTALL}")
     try:

@@ -58,7 +58,7 @@ def open_sync_engine_client(
     if backend not in ("asyncio", "trio"):
         raise ValueError(f"backend={brief(backend)}: expected 'asyncio' or 'trio'")
     if importlib.util.find_spec(backend) is None:
-        raise ModuleNotFoundError(f"backend={brief(backend)}: install it with: pip install 'anyengine[{backend}]'")
+        raise ModuleNotFoundError(f"backend={brief(backend)}: it is not installed here: pip install {backend}")
     if on_death == "cancel":
         raise ValueError(
             "on_death='cancel': the body of a blocking client is a thread's code, which cannot be cancelled; with "

@@ -14,7 +14,7 @@ import importlib.util
 
 if importlib.util.find_spec("tokenizers") is None:
     raise ModuleNotFoundError(
-        "anyengine.text needs the package 'tokenizers': pip install 'anyengine[text]'", name="tokenizers"
+        "anyengine.text needs the package 'tokenizers': pip install tokenizers", name="tokenizers"
     )
 
 from anyengine.text.detokenizer import Detokenizer

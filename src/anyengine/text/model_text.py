@@ -147,7 +147,7 @@ class ModelText:
                 from anyengine.text.chat_template import ChatTemplate  # Jinja takes longer to import than all else here
             except ModuleNotFoundError as error:
                 raise ModelError(
-                    f"a chat template needs the package {error.name!r}: pip install 'anyengine[text]'"
+                    f"a chat template needs the package {error.name!r}: pip install {error.name}"
                 ) from error
 
             self._templates[name] = ChatTemplate(self._sources[name], self._variables)

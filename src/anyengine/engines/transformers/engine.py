@@ -88,8 +88,15 @@ class TransformersEngine(WorkerUtilities):
         :raises ModuleNotFoundError: if a package is missing
         """
         progress("importing torch", 0.0)
-        import torch
-        import transformers
+        try:
+            import torch
+            import transformers
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"TransformersEngine needs the package {error.name!r}: pip install {error.name}, or all that it needs "
+                "by pip install '.[transformers]' in the checkout of anyengine",
+                name=error.name,
+            ) from error
 
         from anyengine.engines.transformers import sampler
         from anyengine.engines.transformers.kv_cache import KVCache

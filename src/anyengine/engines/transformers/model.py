@@ -12,6 +12,7 @@ import transformers
 
 from anyengine.engine.failures import message_of
 from anyengine.engines.transformers import attention, requirements
+from anyengine.engines.transformers.broken_files import naming_broken_files
 from anyengine.engines.transformers.kv_cache import KVCache, KVLayout
 from anyengine.engines.transformers.scheduler import Chunk, Request
 from anyengine.errors import RequestRefusedError
@@ -42,19 +43,21 @@ class CausalModel:
     does not say), ``window`` the number of tokens within which its attention is that of this engine (None if there is
     no bound).
 
-    :raises ValueError: if it needs something that this engine does not compute
+    :raises ValueError: if it needs something that this engine does not compute, or a file is broken
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype | None, device: torch.device) -> None:
         hf: Any = transformers
         hf.utils.logging.disable_progress_bar()  # stderr is for what a person should read after a crash
         hf.AttentionInterface.register(attention.IMPLEMENTATION, attention.forward)
-        config = hf.AutoConfig.from_pretrained(directory, local_files_only=True)
+        with naming_broken_files(directory):
+            config = hf.AutoConfig.from_pretrained(directory, local_files_only=True)
         self._name = f"{config.model_type} model {directory}"
         self._refuse(requirements.config_problems(config.get_text_config()))
         self._read = functools.partial(_read, directory, config, "auto" if dtype is None else dtype)
         try:
-            self.module: Any = self._read()
+            with naming_broken_files(directory):
+                self.module: Any = self._read()
         except KeyError as error:
             if error.args != (attention.IMPLEMENTATION,):
                 raise

@@ -1,0 +1,30 @@
+"""A model of which a file is broken: the error names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.engines.runs import load
+
+from anyengine.engines.transformers.broken_files import broken_file
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("model.safetensors", lambda data: data[: len(data) // 2]),
+        ("model.safetensors", lambda data: b""),
+        ("model.safetensors", lambda data: b"not weights at all"),
+        ("config.json", lambda data: data[:20]),
+        ("config.json", lambda data: b"\xff\xfe"),
+    ],
+)
+def test_it_is_named(tiny: Path, name: str, spoil: Callable[[bytes], bytes]) -> None:
+    assert broken_file(tiny) is None
+    file = tiny / name
+    file.write_bytes(spoil(file.read_bytes()))
+    assert str(file) in (broken_file(tiny) or "")
+    with pytest.raises(ValueError, match=rf"{name} is broken: "):
+        load(tiny)
