@@ -172,8 +172,10 @@ async def test_a_request_that_ends_before_it_is_aborted_is_let_go_of(monkeypatch
         session = session_of(client)
         postponed: list[object] = []
         monkeypatch.setattr(session.turns, "call_next", postponed.append)
-        async with client.open_request([1], SamplingParams(max_tokens=2)):
-            exhaust(session.turns)
+        monkeypatch.setattr("anyengine.client.request_stream.RELEASE_LIMIT", 600)
+        with anyio.fail_after(30):
+            async with client.open_request([1], SamplingParams(max_tokens=2)):
+                exhaust(session.turns)
         assert len(postponed) == 1  # it was not sent: the end came first, and no limit of time had to pass
         assert client.statistics().live_requests == 0
         session._abort_leaving()  # pyright: ignore[reportPrivateUsage] - the turn that was postponed
