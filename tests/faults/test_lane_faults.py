@@ -17,7 +17,7 @@ from tests.client.lane_engine import digest, figures, first_token, lane_spec
 from tests.helpers import is_running, until, until_sync
 from tests.lane import ONE_TOKEN, is_free, lane_of, large, lent, passed
 
-from anyengine import EngineClient, EngineDeadError, RequestRefusedError, RestartPolicy, open_engine_client
+from anyengine import EngineClient, EngineDeadError, RequestFailedError, RestartPolicy, open_engine_client
 from anyengine.protocol.lane import LANE_KIND, Passed, encode_passed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
@@ -135,7 +135,7 @@ async def test_native_cancellation_while_a_thread_copies() -> None:
 async def test_requests_that_fail_in_the_engine_give_their_memory_back() -> None:
     async with open_engine_client(lane_spec(prompts="refuse")) as client:
         for number in range(20):
-            with pytest.raises(RequestRefusedError, match="no embeddings today"):
+            with pytest.raises(RequestFailedError, match="no embeddings today"):
                 await client.generate(prompt_embeds=large(number), sampling_params=ONE_TOKEN)
         assert passed(client) == 20
         await is_free(client)

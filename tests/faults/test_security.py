@@ -16,7 +16,7 @@ import pytest
 import zmq
 from tests.helpers import until
 
-from anyengine import EngineClient, RequestRefusedError, SamplingParams, UtilityError, open_engine_client
+from anyengine import EngineClient, RequestFailedError, SamplingParams, UtilityError, open_engine_client
 from anyengine.protocol.handshake import Hello
 from anyengine.protocol.outputs import from_rows
 from anyengine.protocol.replies import Outputs, Pong, UtilityResult
@@ -113,7 +113,7 @@ async def test_a_malformed_request_or_call_fails_alone() -> None:
             session.endpoints.router.send = session.endpoints.router.send_copied = cut_buffers  # type: ignore
             with pytest.raises(UtilityError, match=r"ProtocolError: array of numpy dtype <i8 .* takes 800000 bytes"):
                 await client.call_utility("echo", numpy.zeros(100_000, dtype=numpy.int64))
-            with pytest.raises(RequestRefusedError, match=r"prompt_token_ids .*cut in the middle of a number"):
+            with pytest.raises(RequestFailedError, match=r"prompt_token_ids .*cut in the middle of a number"):
                 await client.generate([1] * 100_000)
             session.endpoints.router.send = send  # type: ignore[method-assign]
             session.endpoints.router.send_copied = send_copied  # type: ignore[method-assign]
