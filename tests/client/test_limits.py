@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import anyio
@@ -196,3 +198,22 @@ async def test_stall_limits_are_checked() -> None:
             client.open_request([0], stall_limit=0)
         with pytest.raises(TypeError, match="stall_limit='1'"):
             await client.generate([0], stall_limit="1")  # type: ignore[arg-type]
+
+
+async def test_aborted_requests_count_until_the_engine_has_let_go_of_them() -> None:
+    async with open_engine_client(scripted_spec(step_delay=0.001), max_requests=3) as client:
+        handles = [await client.add_request([1], SamplingParams(max_tokens=10**6)) for _ in range(3)]
+        await client.get_output()
+        pid = client.health().pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await client.abort_requests(handles)  # returns all the same
+            assert client.statistics().aborting_requests == 3
+            with pytest.raises(TooManyRequestsError, match="aborted ones count until the engine lets go of them"):
+                await client.add_request([1])
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: client.statistics().aborting_requests == 0)
+        (handle,) = [await client.add_request([1], SamplingParams(max_tokens=10**6))]
+        await client.abort_requests([handle])
+        assert client.statistics().aborting_requests == 0

@@ -191,8 +191,10 @@ async def test_a_salt_keeps_prefixes_apart(address: str, directory: Path) -> Non
 
 async def test_the_length_of_the_model_ends_a_request(address: str) -> None:
     async with open_engine_client(address=address) as client:
-        completion = await client.generate([5] * 250, SamplingParams(max_tokens=100, ignore_eos=True, temperature=0))
+        completion = await client.generate([5] * 250, SamplingParams(max_tokens=None, ignore_eos=True, temperature=0))
         assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
+        with pytest.raises(RequestError, match="max_tokens=7: expected at most 6"):
+            await client.generate([5] * 250, SamplingParams(max_tokens=7))
 
 
 async def test_utilities(address: str, directory: Path, tmp_path: Path) -> None:

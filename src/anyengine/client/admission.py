@@ -52,8 +52,8 @@ class Admission:
         """:raises TooManyRequestsError: if one more request would be refused now"""
         if self._when_full == "refuse" and self._limit is not None and self._is_full():
             raise TooManyRequestsError(
-                f"the client has {self._limit} live requests, which is its max_requests; wait for one to end or cancel "
-                f"one, or open the client with when_full='wait'",
+                f"the client has {self._limit} live requests, which is its max_requests (aborted ones count until the "
+                f"engine lets go of them); wait for one to end or cancel one, or open the client with when_full='wait'",
                 self._limit,
             )
 

@@ -195,12 +195,14 @@ class EngineClient(EngineUtilities):
             await cancel_shielded_checkpoint()
             await self._session.await_trackers(trackers)
         except BaseException:
-            self._session.abort_added([handle])
+            await self._session.await_release(self._session.abort_added([handle]), shield=True)
             raise
         return handle
 
     async def abort_requests(self, handles: Iterable[int]) -> None:
         """Abort requests made by :meth:`add_request`. Those that have ended, or never were, are ignored.
+
+        The aborts are sent at once. It returns when the engine has let go of the requests, or after a second.
 
         :raises TypeError: if ``handles`` does not hold integers
         :raises EngineDeadError: if the engine is dead
@@ -209,8 +211,10 @@ class EngineClient(EngineUtilities):
         self._session.belonging.require()
         self._session.check_open()
         own = check_handles(handles)
-        await checkpoint()
-        self._session.abort_added(own)
+        await checkpoint_if_cancelled()
+        live = self._session.abort_added(own)
+        await cancel_shielded_checkpoint()
+        await self._session.await_release(live, shield=False)
 
     async def get_output(self) -> StepOutputs:
         """The next step's outputs for requests made by :meth:`add_request`, in columns.

@@ -58,6 +58,7 @@ class RequestGroup:
         self._backlog_grew = anyio.Event()
         self._aborting = 0  # requests of which the engine has not let go yet
         self._released = anyio.Event()
+        self._then: Callable[[], object] | None = None  # when it has
         self._wake: Callable[[], object] | None = None
         self._noticed = False
 
@@ -90,16 +91,23 @@ class RequestGroup:
         """Nobody is to be woken any more."""
         self._wake = None
 
-    def abort(self) -> None:
-        """Abort the requests that run, without waiting for anything, and take no more."""
-        if self._is_left:
-            return
-        self._is_left = True
-        self._queue.clear()
-        self._backlog.clear()
-        self._aborting = len(self._indices)
-        self._session.abort(list(self._indices))
-        self._indices.clear()
+    def abort(self, then: Callable[[], object] | None = None) -> None:
+        """Abort the requests that run, without waiting for anything, and take no more.
+
+        :param then: called when the engine has let go of them, perhaps at once
+        """
+        if not self._is_left:
+            self._is_left = True
+            self._queue.clear()
+            self._backlog.clear()
+            self._aborting = len(self._indices)
+            self._session.abort(list(self._indices))
+            self._indices.clear()
+        if then is not None:
+            if self._aborting and not self._released.is_set():
+                self._then = then
+            else:
+                then()
 
     async def run(self) -> None:
         """Send what cannot be sent at once. It ends by cancellation alone, which aborts the requests that run."""
@@ -144,7 +152,7 @@ class RequestGroup:
         self._indices.clear()
         self._queue.clear()
         self._backlog.clear()
-        self._released.set()
+        self._let_go()
         self.wake()
 
     def release(self, handle: int) -> None:
@@ -155,7 +163,13 @@ class RequestGroup:
             return
         self._aborting -= 1
         if not self._aborting:
-            self._released.set()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._released.set()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
     # ---- sending ----
 

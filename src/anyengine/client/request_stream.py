@@ -84,6 +84,7 @@ class RequestStream:
         self._tokens: list[int] = []
         self._details: list[OutputDetails] = []
         self._finish: FinishReason | None = None
+        # Without a reference to this object, which would be a cycle.
         self._error: Callable[[], Exception] | None = None
         self._arrival: Wakeup | None = None
         self._parked = False  # the reader waits, and nothing has come that wakes it
@@ -195,7 +196,8 @@ class RequestStream:
         assert self._handle is not None
         aborted = self._session.abort_stream(self._handle)
         if self._error is None and self._finish is None:
-            self._error = lambda: anyio.ClosedResourceError(f"request {self.request_id}: its block was left")
+            left = f"request {self.request_id}: its block was left"
+            self._error = lambda: anyio.ClosedResourceError(left)
             self._parked = False
             self.wake()
         if aborted:
@@ -237,14 +239,14 @@ class RequestStream:
                         await self._arrival
                     # A wake that was put off may be one for a wait that has ended before this one: then wait on.
                     if limit.is_reached and self._parked:
-                        self._error = self._stalled
+                        self._error = functools.partial(RequestStalledError, self._describe_stall())
             finally:
                 self._arrival = None
                 self._parked = False
 
-    def _stalled(self) -> RequestStalledError:
+    def _describe_stall(self) -> str:
         health = self._session.link.health(self._stall_limit or math.inf, None)
-        return RequestStalledError(
+        return (
             f"request {self.request_id}: nothing came of it for {self._stall_limit} s, its stall_limit; the engine is "
             f"{health.state}, {health.steps} steps made"
         )

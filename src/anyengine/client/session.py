@@ -20,7 +20,7 @@ from anyengine.client.link import EngineLink
 from anyengine.client.output_relay import OutputRelay
 from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_ids import RequestIds
-from anyengine.client.request_stream import RequestStream
+from anyengine.client.request_stream import RELEASE_LIMIT, RequestStream
 from anyengine.client.staging import release, size_to_stage, stage, stage_features
 from anyengine.client.turns import Turns
 from anyengine.client.waiters import ErrorFactory, OutputQueue
@@ -68,9 +68,7 @@ class EngineSession:
         self.wakeup_type: type[Wakeup] = wakeup_type()
         self.turns: Turns = Turns(self.wakeup_type)
         self.queue: OutputQueue = OutputQueue(self.wakeup_type)
-        self.admission: Admission = Admission(
-            max_requests, when_full, lambda: len(self.link.machine.requests), self.turns
-        )
+        self.admission: Admission = Admission(max_requests, when_full, lambda: self.link.machine.held, self.turns)
         self.staging: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
         self.limits: Limits = Limits()
         self.relay: OutputRelay = OutputRelay()
@@ -286,11 +284,22 @@ class EngineSession:
             self.send(frames)
             self.admission.update()
 
-    def abort_added(self, handles: Iterable[int]) -> None:
-        """Abort those of these requests that ``add_request`` made, and forget what is queued of them."""
+    def abort_added(self, handles: Iterable[int]) -> Sequence[int]:
+        """Abort those of these requests that ``add_request`` made, and forget what is queued of them.
+
+        :returns: those that were live
+        """
         handles = list(handles)
-        self.abort([handle for handle in handles if self.link.machine.requests.get(handle) is self.queue])
+        live = [handle for handle in dict.fromkeys(handles) if self.link.machine.requests.get(handle) is self.queue]
+        self.abort(live)
         self.queue.drop(handles)
+        return live
+
+    async def await_release(self, handles: Sequence[int], *, shield: bool) -> None:
+        """Return when the engine has let go of requests that ``add_request`` made and were aborted; bounded."""
+        aborting = self.link.machine.aborting
+        with anyio.move_on_after(RELEASE_LIMIT, shield=shield):
+            await self.queue.released([handle for handle in handles if handle in aborting])
 
     def send(self, frames: Frames) -> list[zmq.MessageTracker]:
         """Send a message to the engine, at once and without waiting; the trackers of large frames."""
@@ -339,8 +348,7 @@ class EngineSession:
                 if details.finish_reason is not None:
                     self.ids.forget(event.outputs.handles[row])
         for handle, owner in event.released:
-            if owner is not self.queue:
-                owner.release(handle)
+            owner.release(handle)
         self.admission.update()
 
     def close_waiters(self, error: ErrorFactory) -> None:

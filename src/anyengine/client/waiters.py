@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import anyio
@@ -41,9 +41,8 @@ class PendingCall:
         if error is not None:
             kind, message, traceback = error
             failure = UnencodableResultError if kind == "UnencodableError" else UtilityError
-            self._error = lambda: failure(
-                self.method, message, rank=self.rank, exception_type=kind, traceback=traceback
-            )
+            method, rank = self.method, self.rank  # and not this object, which would be in a cycle
+            self._error = lambda: failure(method, message, rank=rank, exception_type=kind, traceback=traceback)
         self._wakeup.set()
 
     def close(self, error: ErrorFactory) -> None:
@@ -77,6 +76,7 @@ class OutputQueue:
         self._reopened = False
         self._wake: Callable[[], object] | None = None  # of the reader that waits
         self._unchecked = 0
+        self._releases: dict[int, anyio.Event] = {}  # of aborted requests whose release somebody awaits
 
     def __len__(self) -> int:
         return len(self._steps) + len(self._later)
@@ -103,6 +103,22 @@ class OutputQueue:
         self._steps = without_rows(gone, self._steps)
         self._later = without_rows(gone, self._later)
 
+    def release(self, handle: int) -> None:
+        """The engine has let go of a request that was aborted."""
+        event = self._releases.pop(handle, None)
+        if event is not None:
+            event.set()
+
+    async def released(self, handles: Sequence[int]) -> None:
+        """Return when the engine has let go of these requests, which were aborted, or has ended."""
+        events = [self._releases.setdefault(handle, anyio.Event()) for handle in handles]
+        try:
+            for event in events:
+                await event.wait()
+        finally:
+            for handle in handles:
+                self._releases.pop(handle, None)
+
     def close(self, error: ErrorFactory, *, owed: bool) -> None:
         """What is queued can still be read; then comes ``error``, for every call.
 
@@ -115,6 +131,8 @@ class OutputQueue:
             self._error, self._reopened = error, False
             if self._wake is not None:
                 self._wake()
+        for handle in tuple(self._releases):
+            self.release(handle)
 
     def reopen(self) -> None:
         """The engine lives again: new steps come, after the error of its death if that is still owed."""

@@ -61,6 +61,11 @@ class ClientMachine(Generic[Owner]):
         self._column: bytes | None = None
         self._column_owners: list[Owner] = []
 
+    @property
+    def held(self) -> int:
+        """How many requests the engine has: live ones, and aborted ones that it has not let go of."""
+        return len(self.requests) + len(self.aborting)
+
     # ---- calls ----
 
     def init(self, *, output_address: str, path: str | None, arguments: Mapping[str, Any]) -> Frames:
@@ -172,7 +177,10 @@ class ClientMachine(Generic[Owner]):
         try:
             message = decode_from_engine(frames)
         except ProtocolError as error:
-            return self._salvage(frames, error)
+            # Raised from here: an error that a frame of its own traceback holds is in a cycle, with the message.
+            message = self._salvage(frames, str(error))
+            if message is None:
+                raise
         if isinstance(message, Tokens):
             return self._tokens(message)
         if isinstance(message, Outputs):
@@ -285,13 +293,11 @@ class ClientMachine(Generic[Owner]):
         owner = self.calls.pop(message.call_id, None)
         return None if owner is None else CallAnswered(owner, message.error, message.value)
 
-    def _salvage(self, frames: Sequence[bytes | memoryview], error: ProtocolError) -> CallAnswered[Owner] | None:
-        """Fail the one call whose answer is malformed, where that can be told; otherwise the message is refused."""
+    def _salvage(self, frames: Sequence[bytes | memoryview], problem: str) -> UtilityResult | None:
+        """The failure of the one call whose answer is malformed; None if it cannot be told which."""
         if len(frames) < 2 or bytes(frames[0]) != UtilityResult.KIND:
-            raise error
+            return None
         session, sequence, call_id = (salvage(bytes(frames[1]), index) for index in range(3))
         if session is None or sequence is None or call_id is None:
-            raise error
-        failure = ("ProtocolError", str(error), None)
-        message = UtilityResult(session, sequence, call_id, failure, None)
-        return self._result(message) if self._follows(ClientInput.REPLY, message) else None
+            return None
+        return UtilityResult(session, sequence, call_id, ("ProtocolError", problem, None), None)

@@ -14,7 +14,7 @@ from anyengine.errors import RequestError
 from anyengine.lengths import token_limit
 from anyengine.params import RequestOptions, SamplingParams
 from anyengine.sync_client.portal import Portal
-from anyengine.sync_client.portal_call import PortalCall, PortalWait
+from anyengine.sync_client.portal_call import PortalCall, PortalWait, TakeBack
 from anyengine.types import Completion, EngineInfo
 
 
@@ -66,9 +66,13 @@ class GroupExchange:
 
     # ---- in the loop's thread ----
 
-    def _listen(self, wait: PortalWait) -> Callable[[], object]:
+    def _listen(self, wait: PortalWait) -> TakeBack:
         self._group.listen(functools.partial(_collect, self._group, self._results, wait))
-        return self._group.stop_listening
+        return self._stop_listening
+
+    def _stop_listening(self, then: Callable[[], object]) -> None:
+        self._group.stop_listening()
+        then()
 
 
 class OneRequest:
@@ -91,12 +95,15 @@ class OneRequest:
         portal.wait(self._listen)
         if not self._results:
             return None
-        ((_, result),) = self._results
-        if isinstance(result, RequestError):
-            raise result
-        return result
+        _, result = self._results.pop()
+        try:
+            if isinstance(result, RequestError):
+                raise result
+            return result
+        finally:
+            del result  # its traceback holds this frame
 
-    def _listen(self, wait: PortalWait) -> Callable[[], object]:
+    def _listen(self, wait: PortalWait) -> TakeBack:
         prompt, sampling, options = self._request
         group = RequestGroup(self._session, sampling, options, 1)
         self._session.check_open()
@@ -105,7 +112,12 @@ class OneRequest:
             group.listen(functools.partial(_collect, group, self._results, wait))
         else:
             wait.finish()
-        return group.abort
+        return functools.partial(_give_up, group)
+
+
+def _give_up(group: RequestGroup, then: Callable[[], object]) -> None:
+    group.stop_listening()
+    group.abort(then)
 
 
 def _collect(group: RequestGroup, results: list[IndexedResult], wait: PortalWait) -> None:

@@ -23,7 +23,7 @@ from anyengine import forks
 from anyengine.client.belonging import forked_error
 from anyengine.errors import EngineClosedError
 from anyengine.sync_client.loop_handle import Backend, LoopHandle
-from anyengine.sync_client.portal_call import Latch, Listener, PortalCall, PortalWait
+from anyengine.sync_client.portal_call import Latch, Listener, PortalCall, PortalWait, TakeBack
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -136,7 +136,7 @@ class Portal(Generic[T]):
             raise
         return call.result()
 
-    def wait(self, listen: Callable[[PortalWait], Callable[[], object]]) -> None:
+    def wait(self, listen: Callable[[PortalWait], TakeBack]) -> None:
         """Wait for something that the loop's own code brings; see :class:`PortalWait`. It takes no task.
 
         :raises EngineClosedError: if the block was left, before or meanwhile

@@ -14,6 +14,8 @@ from anyengine.errors import EngineClosedError, EngineError
 
 T = TypeVar("T")
 
+TakeBack = Callable[[Callable[[], object]], object]
+
 
 class Latch:
     """An event that is set once. Waiting is one call into C, which an interrupt ends and does not break.
@@ -140,13 +142,14 @@ class PortalWait(Listener):
     """A caller's wait for something that the loop's own code brings.
 
     ``listen`` is called in the loop's thread with this object, and has :meth:`finish` or :meth:`fail` called there, now
-    or later; it returns what takes that back, for a caller that was interrupted.
+    or later; it returns what takes that back, for a caller that was interrupted, and calls what it is given when
+    nothing of it is left.
     """
 
-    def __init__(self, listen: Callable[[PortalWait], Callable[[], object]]) -> None:
+    def __init__(self, listen: Callable[[PortalWait], TakeBack]) -> None:
         super().__init__()
         self._listen = listen
-        self._stop: Callable[[], object] | None = None
+        self._stop: TakeBack | None = None
         self._error: BaseException | None = None
         self.done: Latch = Latch()
         self.gone: Latch = Latch()
@@ -181,8 +184,9 @@ class PortalWait(Listener):
     def abandon(self) -> None:
         """Listen no more: the caller was interrupted."""
         if self._stop is not None and not self.done.is_set:
-            self._stop()
-        self.gone.set()
+            self._stop(self.gone.set)
+        else:
+            self.gone.set()
 
     def close(self) -> None:
         """End the wait: the client was closed."""

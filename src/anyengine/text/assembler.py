@@ -68,17 +68,17 @@ class TextAssembler:
             text += matcher.finish()
         return with_text(output, text)
 
-    def fail(self, error: EngineError, request_id: str | None) -> TextOutput:
+    def fail(self, error: EngineError, request_id: str | None) -> TextOutput | None:
         """The text that stayed back until the request failed: it came before the error, so the error is kept for later.
 
-        :raises EngineError: if there is no such text, ``error``
+        :returns: None if there is no such text; then the error is for the caller to raise
         """
         text = self._detokenizer.finish()
         if self._matcher is not None:
             text = self._matcher.feed(text, counts=False) + self._matcher.finish()
         if not text:
-            raise error
-        self.error = error
+            return None
+        self.error = error.with_traceback(None)  # whose frames hold this object
         return TextOutput(request_id=request_id or "", token_ids=[], text=text)
 
     def raise_error(self) -> None:
@@ -86,7 +86,10 @@ class TextAssembler:
         if self.error is not None:
             error, self.error = self.error, None
             self.ended = True
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
 
     @staticmethod
     def _ends_with_stop_token(output: RequestOutput) -> bool:

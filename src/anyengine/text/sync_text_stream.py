@@ -62,7 +62,10 @@ class SyncTextStream:
         try:
             output = next(stream)
         except EngineError as error:
-            return assembler.fail(error, stream.request_id)
+            held_back = assembler.fail(error, stream.request_id)
+            if held_back is None:
+                raise
+            return held_back
         with_text = assembler.feed(output)
         if assembler.ended and output.finish_reason is None:
             stream.__exit__(None, None, None)

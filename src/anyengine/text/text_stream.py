@@ -86,7 +86,10 @@ class TextStream:
         try:
             output = await stream.__anext__()
         except EngineError as error:
-            return assembler.fail(error, stream.request_id)
+            held_back = assembler.fail(error, stream.request_id)
+            if held_back is None:
+                raise
+            return held_back
         with_text = assembler.feed(output)
         if assembler.ended and output.finish_reason is None:
             # A stop string. The abort is sent here, not only when the caller comes to the end of the block.
