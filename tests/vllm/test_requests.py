@@ -193,7 +193,7 @@ async def test_the_length_of_the_model_ends_a_request(address: str) -> None:
     async with open_engine_client(address=address) as client:
         completion = await client.generate([5] * 250, SamplingParams(max_tokens=None, ignore_eos=True, temperature=0))
         assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
-        with pytest.raises(RequestError, match="max_tokens=7: expected at most 6"):
+        with pytest.raises(RequestRefusedError, match="max_tokens=7: expected at most 6"):
             await client.generate([5] * 250, SamplingParams(max_tokens=7))
 
 
