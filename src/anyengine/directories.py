@@ -28,6 +28,7 @@ class PrivateDirectory:
     """
 
     def __init__(self, longest_base: int = _LONGEST_BASE) -> None:
+        self.path: Path
         problems: list[str] = []
         for base in _bases():
             if len(os.fsencode(base)) > longest_base:

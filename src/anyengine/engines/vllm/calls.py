@@ -26,7 +26,7 @@ class WorkerCallError(RuntimeError):
 
     def __init__(self, message: str, kinds: Iterable[str] = ()) -> None:
         super().__init__(message)
-        self.kinds = frozenset(kinds)
+        self.kinds: frozenset[str] = frozenset(kinds)
 
 
 class _Failure(NamedTuple):
