@@ -17,6 +17,7 @@ from anyengine.client.checks import (
     check_request_id,
     check_sampling,
 )
+from anyengine.engine import contract
 from anyengine.engine.control import SchedulerControl
 from anyengine.engine.core import Deferred, EngineCore, engine_request
 from anyengine.engine.failures import describe_failure, message_of
@@ -59,7 +60,8 @@ class InprocEngineClient(BlockingEngineUtilities):
     def __init__(self, engine: EngineCore) -> None:
         if not isinstance(engine, EngineCore):
             raise TypeError(f"engine={brief(engine)} ({type(engine).__name__}): expected an EngineCore object")
-        engine.load(_report_nothing)
+        contract.check_methods(type(engine))
+        contract.load(engine, _report_nothing)
         self._live: set[int] = set()
         self._control = SchedulerControl(
             engine, live=self._live, release=self._release, refuse=self._refuse, can_wait=False, more={}
@@ -177,8 +179,15 @@ class InprocEngineClient(BlockingEngineUtilities):
         outputs: StepOutputs | None = None
         control = self._control
         try:
-            if control.has_work():
+            if not control.has_work():
+                for handle in control.forgotten():
+                    self._end(handle, contract.forgotten(control.core))
+            else:
                 outputs = control.step()
+                if outputs is not None and type(outputs) is not StepOutputs:
+                    contract.check_step(control.core, outputs)
+                if outputs is not None and not contract.is_sound(outputs):
+                    outputs = contract.sound(control.core, outputs)
                 if outputs is not None and (outputs.details or outputs.handles is not self._known_handles):
                     outputs = self._take(outputs)
         except BaseException as error:

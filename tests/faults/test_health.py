@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -114,23 +115,22 @@ async def test_a_blocked_loop_of_ours_is_not_the_engines_silence(monkeypatch: py
     assert [health.state for health in healths] == ["alive", "alive"]
 
 
-async def test_an_engine_that_answers_but_makes_no_step_is_unresponsive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Progress with work outstanding counts, not reachability."""
-    (tmp_path / "forgetful_engine.py").write_text(
-        "from anyengine.engines.scripted import ScriptedEngine\n"
-        "class ForgetfulEngine(ScriptedEngine):\n"
-        "    def has_work(self):\n"
-        "        return False\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    async with open_engine_client(EngineSpec("forgetful_engine:ForgetfulEngine")) as client:
-        async with client.open_request([0]):
-            await until(lambda: not client.health(timeout=1))
-            assert client.health(timeout=1).state == "unresponsive"
-            assert await client.call_utility("echo", "I answer") == "I answer"
-        await until(lambda: client.health(timeout=1).state == "alive")
+async def test_an_engine_that_answers_but_makes_no_step_is_unresponsive() -> None:
+    """Progress with work outstanding counts, not reachability; for an engine of another make than ours."""
+    now = 100.0
+    link = EngineLink(0, itertools.count(), lambda: now, None)
+    link.machine.requests[7] = object()
+    for _ in range(4):
+        link.pinged()
+        link.heard(0)
+        link.looked()
+        now += 0.5
+    link.heard(0)
+    link.looked()
+    health = link.health(1.0, None)
+    assert (health.state, health.unresponsive_for) == ("unresponsive", 2.0)
+    link.heard(1)
+    assert link.health(1.0, None).state == "alive"
 
 
 async def test_figures_that_cannot_travel_end_nothing(

@@ -295,15 +295,18 @@ def test_an_interrupted_step_leaves_the_engine_in_an_unknown_state() -> None:
             client.get_output()
 
 
-def test_outputs_that_no_engine_may_give_are_its_end() -> None:
+def test_two_last_rows_of_a_request_fail_it() -> None:
     class StutteringEngine(ScriptedEngine):
         def step(self) -> StepOutputs | None:
             return StepOutputs([0, 0], [1, 2], details={0: OutputDetails(finish_reason="stop")})
 
     with InprocEngineClient(StutteringEngine()) as client:
         client.add_request([1], THREE)
-        with pytest.raises(EngineDeadError, match="more than one row"):
-            client.get_output()
+        ((_, _, details),) = client.get_output().rows()
+        assert details is not None
+        assert details.finish_reason == "error"
+        assert details.error == "StutteringEngine.step() returned two rows of one request"
+        assert not client.has_unfinished_requests()
 
 
 class WatchedEngine(ScriptedEngine):

@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from anyengine.addresses import check_address
+from anyengine.engine import contract
 from anyengine.engine.core import EngineCore
 from anyengine.engine.failures import message_of, name_of
 from anyengine.engine.loading import build_engine
@@ -47,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
             check_address(address, keys=keys is not None)
         core = _build(arguments.spec, dict(arguments.arguments))
         core.owns_process = True
-        core.load(_Progress())
+        contract.load(core, _Progress())
         proc = EngineCoreProc(None, context, rank=arguments.rank, engine=core)
         signal.signal(signal.SIGTERM, proc.terminate)
         for address in arguments.connect:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import zmq
 
 from anyengine.addresses import check_address
+from anyengine.engine import contract
 from anyengine.engine.connection import ClientConnection
+from anyengine.engine.core import EngineCore
 from anyengine.engine.failures import describe_failure
 from anyengine.engine.sharing import split, split_outputs
 from anyengine.errors import UnencodableError
@@ -120,13 +122,20 @@ class Clients:
             return "failure"
         return "input" if ready else None
 
-    def send_step(self, step: int, outputs: StepOutputs, abort: Callable[[Sequence[int]], None]) -> None:
-        """Send each client its rows of one step; ``abort`` ends requests of which something cannot travel."""
+    def send_step(self, step: int, outputs: StepOutputs, core: EngineCore) -> None:
+        """Send each client its rows of one step of ``core``; requests of which something cannot travel fail.
+
+        :raises EngineContractError: if it cannot be told which requests these are
+        """
         if len(self.connections) == 1:
-            self.connections[0].send_step(step, outputs, abort)
-        else:
-            for connection, own in split_outputs(self.connections, outputs):
-                connection.send_step(step, own, abort)
+            self.connections[0].send_step(step, outputs, core)
+            return
+        try:
+            parts = split_outputs(self.connections, outputs)
+        except contract.UNSOUND:
+            parts = split_outputs(self.connections, contract.sound(core, outputs))
+        for connection, own in parts:
+            connection.send_step(step, own, core)
 
     def release(self, step: int, handles: Sequence[int]) -> None:
         """Send the last rows of requests that were aborted."""

@@ -13,14 +13,15 @@ import zmq
 from anyengine import frames
 from anyengine.addresses import seen_from_engine
 from anyengine.brief import brief
-from anyengine.engine.core import EngineRequest, engine_request
+from anyengine.engine import contract
+from anyengine.engine.core import EngineCore, EngineRequest, engine_request
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.engine.lane import EngineLane
 from anyengine.errors import AddressError, UnencodableError
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.cbor import Buffer
 from anyengine.protocol.engine_machine import EngineMachine, EngineState, Event, InitReceived
-from anyengine.protocol.outputs import OutputDetails, StepOutputs, encode_details
+from anyengine.protocol.outputs import StepOutputs
 from anyengine.protocol.requests import Add
 from anyengine.types import EngineInfo
 
@@ -198,29 +199,23 @@ class ClientConnection:
         assert self._push is not None
         frames.send_copied(self._push, message)
 
-    def send_step(self, step: int, outputs: StepOutputs, abort: Callable[[Sequence[int]], None]) -> None:
-        """Send the rows of this client in one step, if it is still there.
+    def send_step(self, step: int, outputs: StepOutputs, core: EngineCore) -> None:
+        """Send the rows of this client in one step of ``core``, if it is still there.
 
-        A request whose details cannot travel is given to ``abort`` and ends, so that the step's other rows can.
+        A request of which something cannot travel is aborted and fails, so that the step's other rows can.
+
+        :raises EngineContractError: if it cannot be told which requests these are
         """
         if not self.is_served:
             return
         try:
             message = self.machine.outputs(step, outputs)
-        except UnencodableError:
-            message = self.machine.outputs(step, self._without_unencodable(outputs, abort))
+        except contract.UNSOUND:
+            message = self.machine.outputs(step, self._sound(outputs, core))
         self.send(message)
 
-    def _without_unencodable(self, outputs: StepOutputs, abort: Callable[[Sequence[int]], None]) -> StepOutputs:
-        details = dict(outputs.details)
-        for row, more in outputs.details.items():
-            try:
-                encode_details(more, [], f"outputs[{row}]")
-            except UnencodableError as error:
-                if more.finish_reason is None:
-                    abort([self.internal(outputs.handles[row])])
-                details[row] = OutputDetails(finish_reason="error", error=message_of(error), error_kind="failed")
-        return StepOutputs(outputs.handles, outputs.token_ids, outputs.counts, details)
+    def _sound(self, outputs: StepOutputs, core: EngineCore) -> StepOutputs:
+        return contract.sound(core, outputs, self.internal)
 
     def answerer(self, call_id: int) -> Callable[[Any, BaseException | None], None]:
         """What answers a call with its value or its error, now or later, unless the client has gone by then."""

@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, get_args
 
 from anyengine.brief import brief
+from anyengine.engine import contract
 from anyengine.engine.core import Deferred, EngineCore, EngineRequest, StepOutputs, can_sleep, utilities_of, utility
 from anyengine.engine.failures import message_of, name_of
 from anyengine.engine.sleeping import Sleep
@@ -82,9 +83,10 @@ class SchedulerControl:
             **more,
             **{name: getattr(core, name) for name in own},
         }
-        for name in core.unavailable_utilities():
+        for name in contract.unavailable_utilities(core):
             self._utilities.pop(name, None)
-        self.info: EngineInfo = dataclasses.replace(core.describe(), utilities=sorted(self._utilities))
+        self.info: EngineInfo = dataclasses.replace(contract.describe(core), utilities=sorted(self._utilities))
+        contract.check_loaded(core)
         self._live = live
         self._release = release
         self._refuse = refuse
@@ -128,9 +130,24 @@ class SchedulerControl:
         if handles:
             self._release(handles)
 
+    def forgotten(self) -> Sequence[int]:
+        """Live requests of which nothing will come any more, for the engine that has them has no work; now dropped.
+
+        :raises Exception: what the engine's ``abort_requests`` raised; the engine is then ``broken``
+        """
+        if self.state is not SchedulerState.RUNNING or not self._live or self.core.has_work():
+            return ()
+        handles = list(self._live)
+        try:
+            self.core.abort_requests(handles)
+        except BaseException:
+            self.broken = True
+            raise
+        return handles
+
     def statistics(self) -> Mapping[str, float]:
         """The engine's own figures; while it is paused or about to be, also ``paused`` (0 or 1) and ``held``."""
-        figures = self.core.statistics()
+        figures = contract.statistics(self.core)
         if self.state is SchedulerState.RUNNING:
             return figures
         return {**figures, "paused": int(self.state is SchedulerState.PAUSED), "held": len(self._held)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -129,7 +131,11 @@ class EngineCore(abc.ABC):
 
     @abc.abstractmethod
     def has_work(self) -> bool:
-        """Whether :meth:`step` would do something."""
+        """Whether :meth:`step` would do something.
+
+        As long as a request has not ended it is true. When it is false, requests that are still there fail: nothing
+        would ever come of them.
+        """
 
     @abc.abstractmethod
     def step(self) -> StepOutputs | None:
@@ -201,18 +207,19 @@ class Deferred:
     def __init__(self) -> None:
         self._callback: Callable[[Any, BaseException | None], None] | None = None
         self._outcome: tuple[Any, BaseException | None] | None = None
+        self._thread = threading.get_ident()
 
     def set_result(self, value: Any) -> None:
         """Answer the call with ``value``.
 
-        :raises RuntimeError: if it has been settled before
+        :raises RuntimeError: if it has been settled before, or this is not the engine's thread
         """
         self._settle(value, None)
 
     def set_exception(self, error: BaseException) -> None:
         """Fail the call with ``error``.
 
-        :raises RuntimeError: if it has been settled before
+        :raises RuntimeError: if it has been settled before, or this is not the engine's thread
         """
         self._settle(None, error)
 
@@ -226,13 +233,23 @@ class Deferred:
     def _settle(self, value: Any, error: BaseException | None) -> None:
         if self._outcome is not None:
             raise RuntimeError("this Deferred has been settled before")
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a Deferred is settled in the engine's own thread, as in step(), and not in another")
         self._outcome = (value, error)
         if self._callback is not None:
             self._callback(value, error)
 
 
 def utility(method: Callable[P, R]) -> Callable[P, R]:
-    """Mark a method of an engine as callable from the client by its name. Nothing else is."""
+    """Mark a method of an engine as callable from the client by its name. Nothing else is.
+
+    :raises TypeError: if it is an async or a generator function: an engine has no event loop
+    """
+    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
+        raise TypeError(
+            f"@utility: {method.__qualname__} is an async or generator function, but an engine has no event loop: "
+            "write def and return the value, or a Deferred to answer later"
+        )
     setattr(method, _MARK, True)
     return method
 

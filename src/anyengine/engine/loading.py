@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from anyengine.engine.contract import check_methods
 from anyengine.engine.core import EngineCore
 from anyengine.keywords import did_you_mean
 
@@ -27,7 +28,7 @@ def build_engine(path: str, arguments: Mapping[str, Any]) -> EngineCore:
 
     :raises ImportError: if there is no such module
     :raises AttributeError: if the module has no such name; the message has those of its engines
-    :raises TypeError: if it is no engine, or has no such argument
+    :raises TypeError: if it is no engine, has no such argument, or has methods that cannot be called as an engine's
     :raises Exception: what importing or constructing it raised
     """
     module_path, _, name = path.partition(":")
@@ -39,6 +40,7 @@ def build_engine(path: str, arguments: Mapping[str, Any]) -> EngineCore:
         raise TypeError(
             f"{path} is not a subclass of anyengine.engine.EngineCore; its module has {_engines_of(module)}"
         )
+    check_methods(engine_class)
     _check_arguments(engine_class, arguments)
     return engine_class(**arguments)
 

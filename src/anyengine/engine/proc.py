@@ -14,10 +14,11 @@ from typing import Any
 
 import zmq
 
+from anyengine.engine import contract
 from anyengine.engine.clients import LEAVE_LIMIT, Clients
 from anyengine.engine.connection import ClientConnection, slot_of
 from anyengine.engine.control import SchedulerControl
-from anyengine.engine.core import Deferred, EngineCore
+from anyengine.engine.core import Deferred, EngineCore, StepOutputs
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.engine.figures import DELAY, Figures
 from anyengine.engine.loading import build_engine
@@ -102,7 +103,7 @@ class EngineCoreProc:
             can_wait=True,
             more={"connect_client": self.connect_client},
         )
-        self._failure_fd = core.failure_fd()
+        self._failure_fd = contract.failure_fd(core)
         if self._clients.owner is not None:
             self._clients.owner.say_ready(control.info)
         try:
@@ -142,7 +143,7 @@ class EngineCoreProc:
         owner.open_outputs(init)
         core = build_engine(init.path or "", init.arguments)
         core.owns_process = self._alone
-        core.load(owner.say_progress)
+        contract.load(core, owner.say_progress)
         return core
 
     # ---- serving ----
@@ -154,6 +155,10 @@ class EngineCoreProc:
             if control.has_work():
                 self._work(control)
                 continue
+            for handle in control.forgotten():
+                details = contract.forgotten(control.core)
+                logger.warning("request %d: %s", handle, details.error)
+                self._clients.fail(self._steps, handle, details.error or "", "failed")
             if self._figures.are_overdue(control):
                 self._figures.send(control)
             self._await_input(control)
@@ -289,8 +294,11 @@ class EngineCoreProc:
         outputs = control.step()
         self._steps += 1
         self._stays_awake = True
-        if outputs is not None and len(outputs):
-            self._clients.send_step(self._steps, outputs, control.core.abort_requests)
+        if outputs is not None:
+            if type(outputs) is not StepOutputs:
+                contract.check_step(control.core, outputs)
+            if len(outputs):
+                self._clients.send_step(self._steps, outputs, control.core)
         self._figures.due = True
         now = time.monotonic()
         if now >= self._look_at:

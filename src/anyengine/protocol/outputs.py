@@ -19,8 +19,6 @@ from anyengine.protocol import arrays, cbor, packing
 from anyengine.protocol.error_kinds import ERROR_KINDS, ErrorKind, request_error
 from anyengine.types import FinishReason, TokenLogprobs
 
-_COLUMNS = (array, memoryview)
-
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
@@ -105,8 +103,9 @@ class StepOutputs:
 
     def handle_bytes(self) -> bytes:
         """The column of handles as it travels: u64, little-endian."""
-        handles = self.handles
-        return (handles if isinstance(handles, _COLUMNS) else array("Q", handles)).tobytes()
+        handles = cast("Any", self.handles)
+        column_type = getattr(handles, "typecode", None) or getattr(handles, "format", None)  # of array and memoryview
+        return (handles if column_type == "Q" else array("Q", handles)).tobytes()
 
     def rows(self) -> Iterator[tuple[int, Sequence[int], OutputDetails | None]]:
         """Row by row: handle, token ids, details."""
