@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pwd
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -301,6 +302,20 @@ class TestProfile:
             engine.profile()
         with pytest.raises(RuntimeError, match="no profile is under way"):
             engine.profile(False)
+
+    def test_a_user_without_a_home_needs_none_for_a_model_of_its_own(
+        self, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in a container that runs under a number of which nobody has heard."""
+        for name in ("HOME", "ANYENGINE_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+        engine = load(tiny)
+        tokens_of(engine, [([1, 2, 3], SamplingParams(max_tokens=2))])
+        with pytest.raises(OSError, match=r"has no home directory, .* ANYENGINE_CACHE"):
+            engine.profile()
+        with pytest.raises(OSError, match=r"has no home directory, .* ANYENGINE_CACHE"):
+            TransformersEngine().load(lambda stage, fraction=None: None)
 
     def test_where_profiles_go_without_a_directory(self, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ANYENGINE_CACHE", str(tiny))

@@ -70,7 +70,10 @@ class EngineArguments:
 
     @property
     def profile_directory(self) -> Path:
-        """Where profiles go."""
+        """Where profiles go.
+
+        :raises OSError: if that is where converted models lie, and there is no such place
+        """
         return cache_directory() / "profiles" if self.profile_dir is None else _absolute(self.profile_dir)
 
     def torch_device(self) -> torch.device:

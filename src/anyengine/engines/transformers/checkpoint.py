@@ -43,10 +43,20 @@ _TENSOR_NAMES = {
 
 
 def cache_directory() -> Path:
-    """Where converted models lie: ``$ANYENGINE_CACHE``, else ``anyengine`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Where converted models lie: ``$ANYENGINE_CACHE``, else ``anyengine`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    :raises OSError: if neither variable is set and the user has no home directory
+    """
     if chosen := os.environ.get("ANYENGINE_CACHE"):
         return Path(chosen).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "anyengine"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and no entry in the table of users
+        raise OSError(
+            f"user {os.getuid()} has no home directory, so there is no place for converted models; set the environment "
+            "variable ANYENGINE_CACHE to a directory"
+        ) from None
+    return cache.absolute() / "anyengine"
 
 
 def default_model(progress: ProgressReporter) -> Path:

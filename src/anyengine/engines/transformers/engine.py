@@ -126,7 +126,7 @@ class TransformersEngine(WorkerUtilities):
         self._scheduler = Scheduler(self._pool, block_size, arguments.max_num_seqs, budget)
         self._sampler = sampler.Sampler(model.vocab_size, model.eos_token_ids, device, arguments.seed)
         self._worker = Worker(model, self._cache)
-        self._profiler = Profiler(arguments.profile_directory)
+        self._profiler = Profiler(lambda: arguments.profile_directory)
         self._info = EngineInfo(
             engine="transformers",
             version=transformers.__version__,

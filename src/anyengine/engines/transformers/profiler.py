@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.profiler import profile, supported_activities
@@ -17,10 +18,11 @@ _SUFFIX = ".pt.trace.json.gz"
 class Profiler:
     """Records what torch does on the engine's thread and on the GPU; one profile at a time.
 
-    The files go into ``directory``, which is made when it is needed. What was recorded is in memory until the end.
+    The files go into what ``directory`` returns, which is asked for and made when it is needed. What was recorded is in
+    memory until the end.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Callable[[], Path]) -> None:
         self._directory = directory
         self._profile: profile | None = None
         self._prefix: str | None = None
@@ -35,7 +37,8 @@ class Profiler:
         if self._profile is not None:
             raise RuntimeError("profile(is_start=True): a profile is under way; end it with is_start=False first")
         _check_prefix(prefix)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        directory = self._directory()
+        directory.mkdir(parents=True, exist_ok=True)
         recording = profile(activities=supported_activities())
         recording.start()
         self._profile, self._prefix = recording, prefix
@@ -67,7 +70,7 @@ class Profiler:
         if prefix:
             stem = f"{prefix}-{stem}"
         names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        return next(path for name in names if not (path := self._directory / f"{name}{_SUFFIX}").exists())
+        return next(path for name in names if not (path := self._directory() / f"{name}{_SUFFIX}").exists())
 
 
 def _check_prefix(prefix: str | None) -> None:
