@@ -13,15 +13,21 @@ from anyengine.protocol.arrays import WireArray
 from anyengine.types import EngineInfo
 from benchmarks.stamps import stamp, wait_until
 
+_HELD_STEP = 0.0002
+"""Seconds of a step in which an engine that is held does nothing: it leaves the processor to whoever sends."""
+
 
 class HeldEngine(ScriptedEngine):
     """A scripted engine that can be held while requests are sent, so that all of them start with the same step."""
 
     _held = False
 
-    def has_work(self) -> bool:
-        """Never while it is held."""
-        return not self._held and super().has_work()
+    def step(self) -> StepOutputs | None:
+        """Nothing while it is held."""
+        if self._held:
+            time.sleep(_HELD_STEP)
+            return None
+        return super().step()
 
     @utility
     def hold(self) -> None:
