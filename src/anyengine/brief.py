@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
-from anyengine.excerpts import text_of
+from anyengine.excerpts import text_of, type_name
 
 _LIMIT = 200
 """Characters: a path is seen whole, as a rule."""
@@ -23,11 +23,7 @@ def brief(value: Any) -> str:
     The whole is never made of what is large: a prompt may have a million items, and lists that hold each other over and
     over would take for ever.
     """
-    return _cut(text_of(lambda: _REPR.repr(value), lambda error: f"(its repr raises {_name(error)})"))
-
-
-def _name(error: BaseException) -> str:
-    return type.__dict__["__name__"].__get__(type(error))
+    return _cut(text_of(lambda: _REPR.repr(value), lambda error: f"(its repr raises {type_name(error)})"))
 
 
 def _cut(text: str) -> str:

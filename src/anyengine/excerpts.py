@@ -33,6 +33,11 @@ def trace_excerpt(text: str) -> str:
     return excerpt("\n".join(excerpt(line, _LINE_LIMIT) for line in text.split("\n")), TRACE_LIMIT)
 
 
+def type_name(value: object) -> str:
+    """The name of the type of ``value``, as the type itself has it: a metaclass may have a ``__name__`` of its own."""
+    return type.__dict__["__name__"].__get__(type(value))
+
+
 def text_of(make: Callable[[], str], otherwise: Callable[[BaseException], str]) -> str:
     """What ``make`` returns, which calls code that is not ours; ``otherwise`` of what it raises, ``SystemExit`` too.
 

@@ -1,7 +1,7 @@
 """What a fork of the application means for what belongs to one process.
 
-What belongs to a process notes :func:`count` when it is made. In a process that the application forks the count is
-another one, and comparing it takes no system call.
+What belongs to a process has an :class:`Origin`, made with it. In a process that the application forks the number of
+forks is another one, and comparing it takes no system call.
 
 A fork shares the epoll of the event loop that it was made in. If the loop is unwound there, it takes back its waits for
 descriptors, and so the parent's. A watched descriptor leads nowhere in a fork, and then that changes nothing.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 
+from anyengine.errors import EngineClosedError
+
 _count = 0
 _watched: set[int] = set()
 
@@ -18,6 +20,29 @@ _watched: set[int] = set()
 def count() -> int:
     """The number of forks between this process and the one that loaded this module."""
     return _count
+
+
+class Origin:
+    """The process in which this is made, by its number ``pid``."""
+
+    __slots__ = ("_forks", "pid")
+
+    def __init__(self) -> None:
+        self.pid: int = os.getpid()
+        self._forks = _count
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is another process: one that was forked from it."""
+        return _count != self._forks
+
+    def require_process(self) -> None:
+        """:raises EngineClosedError: in a process that was forked from it"""
+        if self.is_forked:
+            raise EngineClosedError(
+                f"the client belongs to process {self.pid}, and this is a fork of it, process {os.getpid()}; open a "
+                "client here, or have the engine shared by client.connect_client(address)"
+            )
 
 
 def watch(fd: int) -> None:

@@ -245,11 +245,15 @@ def _max_tokens(where: str, value: Any) -> Any:
     return None if value is None else _count(where, value)
 
 
+def _require_number(where: str, value: Any) -> None:
+    require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
+
+
 def _number(low: float, high: float, *, above: bool = False) -> _Check:
     comparison = "above" if above else "at least"
 
     def check(where: str, value: Any) -> Any:
-        require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
+        _require_number(where, value)
         if not (low < value <= high if above else low <= value <= high):
             raise RequestRefusedError(f"{where}={brief(value)}: expected {comparison} {low:g} and at most {high:g}")
         return float(value)
@@ -261,7 +265,7 @@ _factor = _number(1 / _FACTOR, _FACTOR)
 
 
 def _temperature(where: str, value: Any) -> Any:
-    require(isinstance(value, int | float) and not isinstance(value, bool), where, value, "a number")
+    _require_number(where, value)
     if value == 0:
         return 0.0
     if not 1 / _FACTOR <= value <= _FACTOR:
@@ -300,8 +304,7 @@ def _biases(where: str, value: Any) -> Any:
     require(isinstance(value, Mapping), where, value, "a mapping")
     _tokens(where, list(value))
     for token, bias in value.items():
-        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        require(is_number, f"{where}[{token}]", bias, "a number")
+        _require_number(f"{where}[{token}]", bias)
         if not abs(bias) <= _FACTOR:
             raise RequestRefusedError(
                 f"{where}[{token}]={brief(bias)}: expected {-_FACTOR:g} to {_FACTOR:g}; a token that "

@@ -26,6 +26,7 @@ from anyengine import (
     open_sync_engine_client,
 )
 from anyengine.testing import scripted_spec
+from anyengine.transport import collector
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -199,6 +200,22 @@ async def test_a_block_left_by_another_task_ends_its_engine_and_says_what_to_do(
     assert type(error) is RuntimeError
     for remedy in ("AnyIO's plugin", "event is set", "open_sync_engine_client", "docs/whose-client.md"):
         assert remedy in str(error)
+
+
+async def test_a_block_left_by_another_task_can_still_be_left_by_its_own() -> None:
+    users = collector._users
+    block = open_engine_client(scripted_spec())
+
+    async def leave() -> None:
+        with pytest.raises(RuntimeError, match="left by another task"):
+            await block.__aexit__(None, None, None)
+
+    async with block as client:
+        async with anyio.create_task_group() as group:
+            group.start_soon(leave)
+            group.start_soon(leave)  # while the first one ends the engine
+        assert client.health().state == "closed"
+    assert collector._users == users
 
 
 def test_a_unittests_context_is_left_by_another_task() -> None:

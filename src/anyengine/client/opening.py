@@ -166,6 +166,7 @@ class EngineClientBlock:
         self._services: TaskGroup
         self._services_ended: anyio.Event | None = None
         self._body_scope: anyio.CancelScope | None = None
+        self._engine_ended: anyio.Event | None = None
         await self._group.__aenter__()
         try:
             # Not by the group's start(): cancelled meanwhile, that cancels the task and waits for it, shield or not.
@@ -253,7 +254,18 @@ class EngineClientBlock:
         return swallowed
 
     async def _end_engine(self) -> None:
-        """End the engine and all that serves it; any task of the loop may do that."""
+        """End the engine and all that serves it, once. Any task of the loop may do that; another one waits for it."""
+        if self._engine_ended is not None:
+            with anyio.CancelScope(shield=True):
+                await self._engine_ended.wait()
+            return
+        self._engine_ended = anyio.Event()
+        try:
+            await self._end_engine_now()
+        finally:
+            self._engine_ended.set()
+
+    async def _end_engine_now(self) -> None:
         session = self._session
         session.closing = True
         session.link.phase = "close"

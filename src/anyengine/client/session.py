@@ -298,7 +298,7 @@ class EngineSession:
     async def await_release(self, handles: Sequence[int], *, shield: bool) -> None:
         """Return when the engine has let go of requests that ``add_request`` made and were aborted; bounded."""
         aborting = self.link.machine.aborting
-        with anyio.move_on_after(RELEASE_LIMIT, shield=shield):
+        with self.limits.within(RELEASE_LIMIT, shield=shield):
             await self.queue.released([handle for handle in handles if handle in aborting])
 
     def send(self, frames: Frames) -> list[zmq.MessageTracker]:

@@ -211,11 +211,8 @@ class ClientConnection:
         try:
             message = self.machine.outputs(step, outputs)
         except contract.UNSOUND:
-            message = self.machine.outputs(step, self._sound(outputs, core))
+            message = self.machine.outputs(step, contract.sound(core, outputs, self.internal))
         self.send(message)
-
-    def _sound(self, outputs: StepOutputs, core: EngineCore) -> StepOutputs:
-        return contract.sound(core, outputs, self.internal)
 
     def answerer(self, call_id: int) -> Callable[[Any, BaseException | None], None]:
         """What answers a call with its value or its error, now or later, unless the client has gone by then."""

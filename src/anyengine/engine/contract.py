@@ -11,7 +11,14 @@ from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 from anyengine.brief import brief
-from anyengine.engine.core import EngineCore, OutputDetails, ProgressReporter, StepOutputs, from_rows
+from anyengine.engine.core import (
+    EngineCore,
+    OutputDetails,
+    ProgressReporter,
+    StepOutputs,
+    from_rows,
+    kind_of_function,
+)
 from anyengine.errors import UnencodableError
 from anyengine.protocol.handshake import Ready
 from anyengine.protocol.outputs import FINISH_REASONS, encode_details
@@ -41,7 +48,13 @@ def check_methods(engine: type[EngineCore]) -> None:
         where = f"{engine.__name__}.{name}"
         if not callable(method):
             raise EngineContractError(f"{where} is {brief(method)}: expected a method")
-        check_is_plain(method, where)
+        match kind_of_function(method):
+            case "async":
+                raise EngineContractError(f"{where} is an async function: an engine has no event loop; write def")
+            case "generator":
+                raise EngineContractError(f"{where} is a generator function: return the value in place of yield")
+            case None:
+                pass
         own = inspect.signature(original)
         try:
             inspect.signature(method).bind(*own.parameters)
@@ -49,14 +62,6 @@ def check_methods(engine: type[EngineCore]) -> None:
             raise EngineContractError(
                 f"{where}{inspect.signature(method)} cannot be called as {name}{own}, which EngineCore has"
             ) from None
-
-
-def check_is_plain(method: Callable[..., Any], where: str) -> None:
-    """:raises EngineContractError: if calling ``method`` would return a coroutine or generator"""
-    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-        raise EngineContractError(f"{where} is an async function: an engine has no event loop; write def")
-    if inspect.isgeneratorfunction(method):
-        raise EngineContractError(f"{where} is a generator function: return the value in place of yield")
 
 
 def load(core: EngineCore, progress: ProgressReporter) -> None:

@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from anyengine.multimodal import MultiModalFeature
 from anyengine.params import LoRARequest, PoolingParams, RequestOptions, SamplingParams
@@ -240,12 +240,19 @@ class Deferred:
             self._callback(value, error)
 
 
+def kind_of_function(function: Callable[..., Any]) -> Literal["async", "generator"] | None:
+    """What an engine's methods must not be, for whoever calls them has no event loop and takes what they return."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "async"
+    return "generator" if inspect.isgeneratorfunction(function) else None
+
+
 def utility(method: Callable[P, R]) -> Callable[P, R]:
     """Mark a method of an engine as callable from the client by its name. Nothing else is.
 
     :raises TypeError: if it is an async or a generator function: an engine has no event loop
     """
-    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
+    if kind_of_function(method) is not None:
         raise TypeError(
             f"@utility: {method.__qualname__} is an async or generator function, but an engine has no event loop: "
             "write def and return the value, or a Deferred to answer later"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from anyengine.excerpts import MESSAGE_LIMIT, NAME_LIMIT, excerpt, text_of, trace_excerpt
+from anyengine.excerpts import MESSAGE_LIMIT, NAME_LIMIT, excerpt, text_of, trace_excerpt, type_name
 from anyengine.protocol import cbor
 
 
@@ -15,8 +15,7 @@ def describe_failure(error: BaseException) -> tuple[str, str, str]:
 
 def name_of(error: BaseException) -> str:
     """The name of its type."""
-    # As the type itself has it: a metaclass may have a __name__ of its own.
-    return excerpt(cbor.printable(type.__dict__["__name__"].__get__(type(error))), NAME_LIMIT)
+    return excerpt(cbor.printable(type_name(error)), NAME_LIMIT)
 
 
 def message_of(error: BaseException) -> str:

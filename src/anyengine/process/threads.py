@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import errno
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, TypeVarTuple
@@ -54,7 +55,7 @@ class ThreadCall(Generic[T]):
         self._ended = anyio.Event()
         self._values: list[T] = []  # one when the function has returned
         self._error: BaseException | None = None
-        run_soon = _function_to_run_soon()
+        run_soon = function_to_run_soon()
         context = contextvars.copy_context()
 
         def run() -> None:
@@ -90,7 +91,10 @@ class ThreadCall(Generic[T]):
             del error  # its traceback holds this frame
 
 
-def _function_to_run_soon() -> Callable[[Callable[[], object]], object]:
-    """The running loop's function by which any thread has it call another one."""
+def function_to_run_soon() -> Callable[[Callable[[], object]], object]:
+    """The running loop's function by which any thread has it call another one; RuntimeError if the loop has ended."""
     loop: Any = current_token().native_token
-    return loop.call_soon_threadsafe if isinstance(loop, asyncio.AbstractEventLoop) else loop.run_sync_soon
+    if isinstance(loop, asyncio.AbstractEventLoop):
+        # In the loop's own context: AnyIO finds out from it which kind of loop this is.
+        return functools.partial(loop.call_soon_threadsafe, context=contextvars.copy_context())
+    return loop.run_sync_soon

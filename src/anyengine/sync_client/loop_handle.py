@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import contextvars
-import functools
 from collections.abc import Callable
 from typing import Literal
+
+from anyengine.process.threads import function_to_run_soon
 
 Backend = Literal["asyncio", "trio"]
 
@@ -27,7 +26,7 @@ class LoopHandle:
 
     def begin(self) -> None:
         """Take the running loop; called in its thread."""
-        self._run_soon = _function_to_run_soon(self.backend)
+        self._run_soon = function_to_run_soon()
 
     def post(self, function: Callable[[], object]) -> None:
         """Have the loop call a function soon, unless it ends first."""
@@ -46,13 +45,3 @@ class LoopHandle:
 
 def _no_loop_yet(function: Callable[[], object]) -> None:
     """Of a loop that has not started: whoever starts it looks for an interrupt then."""
-
-
-def _function_to_run_soon(backend: Backend) -> Callable[[Callable[[], object]], object]:
-    """The running loop's function by which any thread has it call another one."""
-    if backend == "trio":
-        from trio.lowlevel import current_trio_token
-
-        return current_trio_token().run_sync_soon
-    # In the loop's own context: AnyIO finds out from it which kind of loop this is.
-    return functools.partial(asyncio.get_running_loop().call_soon_threadsafe, context=contextvars.copy_context())

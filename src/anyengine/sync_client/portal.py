@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -19,9 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from anyengine import forks
-from anyengine.client.belonging import forked_error
 from anyengine.errors import EngineClosedError
+from anyengine.forks import Origin
 from anyengine.sync_client.loop_handle import Backend, LoopHandle
 from anyengine.sync_client.portal_call import Latch, Listener, PortalCall, PortalWait, TakeBack
 
@@ -42,8 +40,7 @@ class Portal(Generic[T]):
 
     def __init__(self, block: AbstractAsyncContextManager[T, Any], backend: Backend) -> None:
         self._block = block
-        self._forks = forks.count()
-        self._pid = os.getpid()
+        self._origin = Origin()
         self.loop: LoopHandle = LoopHandle(backend)
         self._entered: list[T] = []  # what entering the block returned
         self._error: BaseException | None = None
@@ -64,7 +61,7 @@ class Portal(Generic[T]):
     @property
     def is_forked(self) -> bool:
         """Whether this is a process that was forked from the loop's, in which its thread does not run."""
-        return forks.count() != self._forks
+        return self._origin.is_forked
 
     @property
     def is_left(self) -> bool:
@@ -213,8 +210,7 @@ class Portal(Generic[T]):
 
     def check_open(self) -> None:
         """:raises EngineClosedError: if the block was left, or in a process that was forked from the client's"""
-        if self.is_forked:
-            raise forked_error(self._pid)
+        self._origin.require_process()
         if self._ended.is_set:
             raise EngineClosedError("the client is closed: its block was left")
 

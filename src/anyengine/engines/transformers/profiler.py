@@ -37,8 +37,7 @@ class Profiler:
         if self._profile is not None:
             raise RuntimeError("profile(is_start=True): a profile is under way; end it with is_start=False first")
         _check_prefix(prefix)
-        directory = self._directory()
-        directory.mkdir(parents=True, exist_ok=True)
+        self._directory().mkdir(parents=True, exist_ok=True)
         recording = profile(activities=supported_activities())
         recording.start()
         self._profile, self._prefix = recording, prefix
@@ -69,8 +68,9 @@ class Profiler:
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         if prefix:
             stem = f"{prefix}-{stem}"
+        directory = self._directory()
         names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        return next(path for name in names if not (path := self._directory() / f"{name}{_SUFFIX}").exists())
+        return next(path for name in names if not (path := directory / f"{name}{_SUFFIX}").exists())
 
 
 def _check_prefix(prefix: str | None) -> None:
