@@ -71,6 +71,8 @@ class CrashReport:
         """What a person would look at next."""
         if self.attached:
             return "It was not started by this client: look at its own output, where it was started."
+        if self.phase == "launch" and self.exception_type == BlockingIOError.__name__:
+            return "The system has no more threads or processes for this one; its limits are above."
         if self.phase == "launch":
             return "No process was started; look at the launcher's settings (ProcessLauncher)."
         if self.reason is not None:

@@ -80,6 +80,11 @@ def has_input(socket: zmq.Socket[bytes]) -> bool:
     return bool(zmq.zmq_poll([(socket, _POLLIN)], 0))
 
 
+def is_large(frame: Buffer) -> bool:
+    """Whether a copy of a frame costs more than having it tracked."""
+    return (len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes) > INLINE_LIMIT
+
+
 def send_copied(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
     """Send a message of which ZeroMQ takes copies, so that the sender may change its memory at once.
 
@@ -101,10 +106,10 @@ def send_tracked(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> list[zm
     last = len(frames) - 1
     for index, frame in enumerate(frames):
         flags = _NOBLOCK if index == last else _NOBLOCK_MORE
-        if (len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes) <= INLINE_LIMIT:
-            socket.send(frame, flags)
-        else:
+        if is_large(frame):
             tracker = socket.send(frame, flags, copy=False, track=True)
             assert tracker is not None
             trackers.append(tracker)
+        else:
+            socket.send(frame, flags)
     return trackers

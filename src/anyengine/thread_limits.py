@@ -1,4 +1,7 @@
-"""Looking whether this process may start threads, before native code that ends a process which may not."""
+"""Looking whether this process may start threads, before native code that ends a process which may not.
+
+And what the error says where the system refuses a thread or a process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import time
 from pathlib import Path
 
 ZMQ_THREADS = 2
-"""Threads of a ZeroMQ context with sockets: one for its I/O, one that closes sockets."""
+"""Threads that a ZeroMQ context starts with its first socket: one for its I/O, one that closes sockets."""
 
 _GONE_LIMIT = 1.0
 """Seconds for threads that have ended to be gone for the system, too."""
@@ -31,7 +34,7 @@ def check_threads(count: int) -> None:
             thread.start()
             started.append(thread)
     except RuntimeError:
-        raise no_thread(f"{count} more threads, of which {len(started)} could be started") from None
+        raise none_left(f"{count} more threads, of which {len(started)} could be started") from None
     finally:
         go.set()
         for thread in started:
@@ -39,8 +42,8 @@ def check_threads(count: int) -> None:
         _await_gone([thread.native_id for thread in started])
 
 
-def no_thread(what: str) -> OSError:
-    """The error for threads that this process needs and does not get, naming the limits that there are."""
+def none_left(what: str) -> OSError:
+    """The error for threads or a process that this process needs and does not get, naming the limits that there are."""
     return OSError(errno.EAGAIN, f"this process needs {what}: {_limits()}")
 
 

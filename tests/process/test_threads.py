@@ -13,7 +13,7 @@ import anyio
 import pytest
 from tests.helpers import until
 
-from anyengine.process.threads import ThreadCall, run_in_thread
+from anyengine.process.threads import ThreadCall, run_in_thread, run_surely
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -106,10 +106,11 @@ async def test_without_a_thread_it_is_an_oserror_and_nothing_is_called(monkeypat
     called = threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(OSError, match="no thread to be had for set: can't start new thread") as caught:
+        with pytest.raises(OSError, match="this process needs a thread named anyengine-set: ") as caught:
             await run_in_thread(called.set, name="set")
-    assert caught.value.errno == errno.EAGAIN
-    assert not called.is_set()
+        assert caught.value.errno == errno.EAGAIN
+        assert not called.is_set()
+        assert await run_surely(called.is_set, name="look") is False
 
 
 def test_a_loop_may_end_before_the_function(anyio_backend: Any) -> None:

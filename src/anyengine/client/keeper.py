@@ -20,7 +20,7 @@ from anyengine.engine.failures import describe_failure
 from anyengine.errors import EngineClosedError, EngineDeadError, UtilityError
 from anyengine.notices import warn
 from anyengine.process.host import Launcher
-from anyengine.process.threads import run_in_thread
+from anyengine.process.threads import run_surely
 
 LONGEST_BACKOFF = 60.0
 """Seconds to wait before a restart at most."""
@@ -200,7 +200,7 @@ class EngineKeeper:
         if host.output is not None:
             await self._session.relay.flush(host.output)
         if host.lane is not None:
-            await run_in_thread(host.lane.free, name="free")
+            await run_surely(host.lane.free, name="free")
         host.close()
         self._session.link.host = None
         return True

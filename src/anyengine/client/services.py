@@ -271,7 +271,8 @@ async def keep_pulse(session: EngineSession) -> None:
         session.send(link.machine.ping())
         link.pinged()
         if link.lane is not None and link.lane.pool.needs_trim:
-            await run_in_thread(link.lane.pool.trim, name="trim")
+            with contextlib.suppress(OSError):  # no thread to be had: later
+                await run_in_thread(link.lane.pool.trim, name="trim")
         link.unreachable_pulses = link.unreachable_pulses + 1 if link.is_unreachable else 0
         if link.unreachable_pulses > UNREACHABLE_PULSES:
             link.fail(f"its socket has been gone for {PULSE * UNREACHABLE_PULSES} s, though its process lives")

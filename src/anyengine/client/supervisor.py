@@ -21,7 +21,7 @@ from anyengine.errors import CrashReport, EngineClosedError, EngineStartError
 from anyengine.notices import warn
 from anyengine.process.blocks import Lease
 from anyengine.process.host import EngineHost, Launcher
-from anyengine.process.threads import run_in_thread
+from anyengine.process.threads import run_in_thread, run_surely
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.client_events import ClientState
 
@@ -317,8 +317,8 @@ class Supervisor:
             host.kill()
             await self._ends_within(host, GONE_LIMIT)
             host.reap()
-            gone = await run_in_thread(host.is_gone, GONE_LIMIT, name="gone")
+            gone = await run_surely(host.is_gone, GONE_LIMIT, name="gone")
         if host.lane is not None:
-            await run_in_thread(host.lane.free, name="free")
+            await run_surely(host.lane.free, name="free")
         if not gone:
             warn("processes of engine %d's group outlive SIGKILL", self._link.rank)

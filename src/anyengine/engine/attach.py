@@ -27,6 +27,7 @@ from anyengine.engine.proc import EngineCoreProc, Terminated
 from anyengine.errors import AddressError, KeysError
 from anyengine.keys import ConnectionKeys
 from anyengine.keywords import did_you_mean
+from anyengine.thread_limits import ZMQ_THREADS, check_threads
 from anyengine.types import EngineSpec
 
 logger: logging.Logger = logging.getLogger("anyengine")
@@ -49,6 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
         core = _build(arguments.spec, dict(arguments.arguments))
         core.owns_process = True
         contract.load(core, _Progress())
+        check_threads(ZMQ_THREADS)
         proc = EngineCoreProc(None, context, rank=arguments.rank, engine=core)
         signal.signal(signal.SIGTERM, proc.terminate)
         for address in arguments.connect:

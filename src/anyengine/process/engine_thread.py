@@ -24,6 +24,7 @@ from anyengine.engine.proc import EngineCoreProc
 from anyengine.errors import CrashReport, Phase
 from anyengine.process.lane import Lane, open_lane
 from anyengine.protocol.bootstrap import Bootstrap
+from anyengine.thread_limits import none_left
 
 
 class EngineThread:
@@ -61,7 +62,7 @@ class EngineThread:
             try:
                 self._thread.start()
             except RuntimeError as error:  # no more threads: for the caller the same as no more processes
-                raise OSError(str(error)) from error
+                raise none_left("a thread for the engine") from error
             kept.pop_all()
 
     def _run(self, bootstrap: Bootstrap, context: zmq.Context[Any]) -> None:

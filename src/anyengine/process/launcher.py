@@ -22,6 +22,7 @@ from anyengine.process.lane import Lane, open_lane
 from anyengine.process.lifelines import close_lifeline, open_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput, inheritable
 from anyengine.protocol.bootstrap import Bootstrap
+from anyengine.thread_limits import none_left
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +106,20 @@ class ProcessLauncher:
             else:
                 command = foreign_command(self.description, self.module)
             printed = output.open_for_append(passed)
-            child = subprocess.Popen(
-                [*command, *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                env={**environment_for_child(), **self.environment},
-                pass_fds=inherited,
-                # A session and group of its own: Ctrl-C in the terminal reaches the parent alone, which decides what
-                # happens in which order, and all that the engine starts can be ended together.
-                start_new_session=True,
-            )
+            try:
+                child = subprocess.Popen(
+                    [*command, *map(str, arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=printed,
+                    env={**environment_for_child(), **self.environment},
+                    pass_fds=inherited,
+                    # A session and group of its own: Ctrl-C in the terminal reaches the parent alone, which decides
+                    # what happens in which order, and all that the engine starts can be ended together.
+                    start_new_session=True,
+                )
+            except BlockingIOError as error:
+                raise none_left("a process for the engine") from error
             kept.callback(child.wait)
             kept.callback(child.kill)
             process = EngineProcess(child, parent_end, exception, native, output, lane)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import errno
 import functools
 import threading
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled, current_token
+
+from anyengine.thread_limits import none_left
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -40,6 +41,17 @@ async def run_in_thread(function: Callable[[*Ts], T], *args: *Ts, name: str, aba
     await checkpoint_if_cancelled()
     call = ThreadCall(function, *args, name=name)
     with anyio.CancelScope(shield=not abandon_on_cancel):
+        await call.wait()
+    return call.result()
+
+
+async def run_surely(function: Callable[[*Ts], T], *args: *Ts, name: str) -> T:
+    """The same for what must happen: if the system has no thread for it, it blocks this one."""
+    try:
+        call = ThreadCall(function, *args, name=name)
+    except OSError:
+        return function(*args)
+    with anyio.CancelScope(shield=True):
         await call.wait()
     return call.result()
 
@@ -70,7 +82,7 @@ class ThreadCall(Generic[T]):
         try:
             threading.Thread(target=run, name=f"anyengine-{name}", daemon=True).start()
         except RuntimeError as error:
-            raise OSError(errno.EAGAIN, f"no thread to be had for {name}: {error}") from error
+            raise none_left(f"a thread named anyengine-{name}") from error
 
     async def wait(self) -> None:
         """Return when the function has ended. A wait that is cancelled can be repeated."""

@@ -22,6 +22,7 @@ from anyengine.errors import EngineClosedError
 from anyengine.forks import Origin
 from anyengine.sync_client.loop_handle import Backend, LoopHandle
 from anyengine.sync_client.portal_call import Latch, Listener, PortalCall, PortalWait, TakeBack
+from anyengine.thread_limits import none_left
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,9 +72,15 @@ class Portal(Generic[T]):
     # ---- the block ----
 
     def open(self) -> T:
-        """Start the loop, enter the block, and return what that returned. An interrupt ends both again."""
+        """Start the loop, enter the block, and return what that returned. An interrupt ends both again.
+
+        :raises OSError: if the system has no thread for the loop
+        """
         try:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                raise none_left(f"a thread for the {self.loop.backend} loop") from error
             self._opened.wait()
             if not self._entered:
                 self._join()

@@ -11,6 +11,8 @@ import time
 
 from zmq.utils.garbage import gc as collector
 
+from anyengine.thread_limits import ZMQ_THREADS, check_threads
+
 _lock = threading.Lock()
 _users = 0
 _ran_before = False
@@ -26,6 +28,17 @@ def acquire() -> None:
         if _users == 0:
             _ran_before = collector.is_alive()
         _users += 1
+
+
+def can_run() -> bool:
+    """Whether it runs, or may be started by the next large frame. ZeroMQ would end a process that gets no threads."""
+    if collector.is_alive():
+        return True
+    try:
+        check_threads(1 + ZMQ_THREADS)  # it has a context of its own
+    except OSError:
+        return False
+    return True
 
 
 def release() -> None:

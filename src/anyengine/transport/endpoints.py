@@ -17,6 +17,7 @@ from anyengine.directories import PrivateDirectory
 from anyengine.errors import AddressError
 from anyengine.keys import ConnectionKeys
 from anyengine.protocol.bootstrap import CurveKeys
+from anyengine.thread_limits import ZMQ_THREADS, check_threads
 from anyengine.transport import collector
 from anyengine.transport.connections import Connections
 from anyengine.transport.sockets import Socket
@@ -39,13 +40,14 @@ class Endpoints:
     connection to the router socket.
 
     :raises AddressError: if ``address`` cannot be bound
-    :raises OSError: if the process may not open as many descriptors as that takes
+    :raises OSError: if the process may not open as many descriptors as that takes, or start as many threads
     """
 
     def __init__(
         self, transport: TransportName, *, address: str | None = None, keys: ConnectionKeys | None = None
     ) -> None:
         _check_descriptors()
+        check_threads(ZMQ_THREADS)
         self.input_address: str
         self.output_address: str
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -145,6 +147,15 @@ class Endpoints:
         self.pull.close()
         self.router.close()
 
+    def _end_context_with_engine(self) -> None:
+        ending = threading.Thread(target=self.context.term, name="anyengine-context", daemon=True)
+        try:
+            ending.start()
+        except RuntimeError:  # no thread to be had: this one waits, for as long as the engine's step takes
+            self.context.term()
+        else:
+            ending.join(TERM_LIMIT)
+
     def _unlink(self, address: str) -> None:
         if address.startswith("ipc://"):
             with contextlib.suppress(OSError):
@@ -156,9 +167,10 @@ class Endpoints:
         The end of the context interrupts an engine in a thread that waits for messages. One that does something else
         is not waited for longer than :data:`TERM_LIMIT`; the context then ends when that thread comes back to it.
         """
-        ending = threading.Thread(target=self.context.term, name="anyengine-context", daemon=True)
-        ending.start()
-        ending.join(TERM_LIMIT)
+        if self._transport == "inproc":
+            self._end_context_with_engine()
+        else:
+            self.context.term()
         collector.release()
         if self._directory is not None:
             self._directory.close()

@@ -19,6 +19,7 @@ from anyio.lowlevel import checkpoint
 
 from anyengine import forks, frames
 from anyengine.protocol.cbor import Buffer
+from anyengine.transport import collector
 from anyengine.transport.wakeup import in_asyncio
 
 _sockets: weakref.WeakSet[Socket] = weakref.WeakSet()
@@ -144,13 +145,18 @@ class Socket:
     def send(self, message: Sequence[Buffer]) -> list[zmq.MessageTracker]:
         """Send at once; the trackers are done when ZeroMQ has let go of the large frames' memory.
 
+        Where the system has no thread left for letting go of it, ZeroMQ takes copies instead.
+
         :raises anyio.ClosedResourceError: if the socket is closed
         :raises zmq.ZMQError: EHOSTUNREACH if a ROUTER does not know the peer
         """
         if self._closed:
             raise anyio.ClosedResourceError
         try:
-            return frames.send_tracked(self._raw, message)
+            if any(map(frames.is_large, message)) and collector.can_run():
+                return frames.send_tracked(self._raw, message)
+            frames.send_copied(self._raw, message)
+            return []
         finally:
             self._wake_owner()
 
