@@ -61,6 +61,29 @@ async def test_a_short_limit_does_not_wait_for_the_look_of_a_long_one() -> None:
         pytest.fail("a limit of 10 ms was looked at each 100 ms only")
 
 
+async def test_limits_that_are_reached_during_a_reading_are_not_read_for_again() -> None:
+    limits, readings = Limits(), 0
+
+    async def catch_up() -> None:
+        nonlocal readings
+        readings += 1
+        await anyio.sleep(0.1)
+
+    async def wait() -> None:
+        with limits.within(0.2):
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(limits.run, catch_up)
+        await anyio.wait_all_tasks_blocked()
+        async with anyio.create_task_group() as waiters:
+            for _ in range(5):
+                waiters.start_soon(wait)
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    assert readings == 1
+
+
 @pytest.mark.parametrize("seconds", [0.3, 0.9])
 async def test_a_standstill_counts_as_one_look(seconds: float) -> None:
     async with running() as limits:

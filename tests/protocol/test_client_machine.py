@@ -456,6 +456,22 @@ def test_tokens_after_an_abort_go_to_those_who_still_want_them() -> None:
     assert seen(plain(engine, 8, 9)) == [("c", [9], None)]
 
 
+def test_rows_that_somebody_left_may_come_again_and_again() -> None:
+    machine = serving(3)
+    engine = Engine(machine)
+    rows = (1, [5], None), (2, [6], None), (3, [7], None)
+    machine.abort([1])
+    assert [seen(engine.step(*rows)) for _ in range(2)] == [[("b", [6], None), ("c", [7], None)]] * 2
+    machine.abort([3])
+    assert [seen(engine.step(*rows)) for _ in range(2)] == [[("b", [6], None)]] * 2
+    last = engine.step((1, [5], ABORTED), (2, [6], FINISHED), (3, [7], None))
+    assert (seen(last), last.released) == ([("b", [6], "stop")], [(1, "a")])
+    assert [seen(engine.step(*rows)) for _ in range(2)] == [[], []]
+    assert [seen(plain(engine, 1, 2, 3)) for _ in range(2)] == [[], []]
+    last = engine.step((1, [5], ABORTED), (2, [6], FINISHED), (3, [7], ABORTED))
+    assert (seen(last), last.released, machine.aborting) == ([], [(3, "c")], {})
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_tokens_for_another_number_of_rows_are_refused_and_change_nothing(count: int) -> None:
     machine = serving(2)

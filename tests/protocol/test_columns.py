@@ -59,7 +59,7 @@ def test_selecting_keeps_the_rows_that_are_kept_in_their_order(outputs: StepOutp
 @given(step_outputs())
 def test_selecting_all_or_none_is_the_step_or_nothing(outputs: StepOutputs) -> None:
     assert rows_of(outputs.select([True] * len(outputs))) == rows_of(outputs)
-    assert rows_of(outputs.select(False for _ in range(len(outputs)))) == []
+    assert rows_of(outputs.select([False] * len(outputs))) == []
 
 
 @given(step_outputs().filter(len), st.integers(-1, 1).filter(bool))

@@ -85,4 +85,4 @@ def _deal_out(owners: Sequence[Any], outputs: StepOutputs) -> None:
         else:
             step_owners[id(owner)] = owner
     for step_owner in step_owners.values():
-        step_owner.push(outputs.select(owner is step_owner for owner in owners))
+        step_owner.push(outputs.select([owner is step_owner for owner in owners]))

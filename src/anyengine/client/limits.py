@@ -59,6 +59,7 @@ class Limits:
                     if stood_still:
                         await anyio.sleep(MOMENT)
                     await catch_up()
+                    self._count()  # those that were begun a moment later need not wait for another reading
                     for limit in [limit for limit in self._pending if limit.due <= self._ran]:
                         self._pending.discard(limit)
                         limit.strike()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=RequestOutput)
 
 RELEASE_LIMIT = 1.0
-"""Seconds that leaving a block waits for the engine to acknowledge an abort. The abort itself is sent at once."""
+"""Seconds that leaving a block waits for the engine to acknowledge an abort. The abort itself is sent at once. What had
+come by then is read first, as for every limit."""
 
 
 class RequestStream:

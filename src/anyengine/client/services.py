@@ -146,7 +146,7 @@ async def keep_limits(session: EngineSession) -> None:
 
     async def catch_up() -> None:
         with anyio.move_on_after(CATCH_UP_LIMIT):
-            while _read_handshakes(session) or read_outputs(session, LAST_READ_SLICE):
+            while _read_handshakes(session) or read_outputs(session):
                 await checkpoint()
         session.endpoints.router.wake()
         session.endpoints.pull.wake()

@@ -60,6 +60,7 @@ class ClientMachine(Generic[Owner]):
         # The rows of one step are most often those of the step before; then nothing has to be looked up.
         self._column: bytes | None = None
         self._column_owners: list[Owner] = []
+        self._column_live: list[bool] | None = None  # which rows are of live requests; None: all
 
     @property
     def held(self) -> int:
@@ -255,30 +256,28 @@ class ClientMachine(Generic[Owner]):
             raise ProtocolError(f"TOKENS of {len(message.token_ids)} rows follows a step of {len(handles)} rows")
         self._follows(ClientInput.REPLY, message)
         outputs = StepOutputs(handles, message.token_ids)
-        if self._column is None:
+        if self._column is None or self._column_live is not None:
             return self._outputs(message.step, outputs)
         return StepReceived(message.step, outputs, self._column_owners, ())
 
     def _outputs(self, step: int, outputs: StepOutputs) -> StepReceived[Owner]:
         column = outputs.handle_bytes()
-        released: list[tuple[int, Owner]] = []
-        if column == self._column:
-            owners = self._column_owners
-        else:
+        if column != self._column:
             requests = self.requests
             found = [requests.get(handle) for handle in outputs.handles]
             owners = [owner for owner in found if owner is not None]
-            if len(owners) < len(found):
-                for row, more in outputs.details.items():
-                    if more.finish_reason is not None:
-                        handle = outputs.handles[row]
-                        owner = self.aborting.pop(handle, None)
-                        if owner is not None:
-                            released.append((handle, owner))
-                outputs = outputs.select(owner is not None for owner in found)
-                self._forget_column()
-            else:
-                self._column, self._column_owners = column, owners
+            live = None if len(owners) == len(found) else [owner is not None for owner in found]
+            self._column, self._column_owners, self._column_live = column, owners, live
+        owners, live = self._column_owners, self._column_live
+        released: list[tuple[int, Owner]] = []
+        if live is not None:
+            for row, more in outputs.details.items():
+                if more.finish_reason is not None:
+                    handle = outputs.handles[row]
+                    owner = self.aborting.pop(handle, None)
+                    if owner is not None:
+                        released.append((handle, owner))
+            outputs = outputs.select(live) if owners else StepOutputs((), ())
         for row, more in outputs.details.items():
             if more.finish_reason is not None:
                 self.requests.pop(outputs.handles[row], None)
@@ -287,7 +286,7 @@ class ClientMachine(Generic[Owner]):
 
     def _forget_column(self) -> None:
         # A new list: the old one may be on its way in an event.
-        self._column, self._column_owners = None, []
+        self._column, self._column_owners, self._column_live = None, [], None
 
     def _result(self, message: UtilityResult) -> CallAnswered[Owner] | None:
         owner = self.calls.pop(message.call_id, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, cast
 
 from anyengine.brief import brief
@@ -125,9 +126,22 @@ class StepOutputs:
         if any(more.finish_reason is not None for more in self.details.values()):
             raise ValueError("a request has more than one row in a step in which requests end")
 
-    def select(self, keep: Iterable[bool]) -> StepOutputs:
-        """The rows for which ``keep``, which has one entry a row, is true."""
-        return from_rows(row for row, kept in zip(self.rows(), keep, strict=True) if kept)
+    def select(self, keep: Sequence[bool]) -> StepOutputs:
+        """The rows for which ``keep`` is true.
+
+        :raises ValueError: if ``keep`` has not one entry a row
+        """
+        if len(keep) != len(self.handles):
+            raise ValueError(f"{len(self.handles)} rows, but {len(keep)} entries that say which of them to keep")
+        if self.counts is not None:
+            return from_rows(compress(self.rows(), keep))
+        # No work per row in Python: after an abort the engine may have sent thousands of steps that nobody wants.
+        details: dict[int, OutputDetails] = {}
+        if self.details:
+            places = {row: place for place, row in enumerate(compress(range(len(keep)), keep))}
+            details = {places[row]: more for row, more in self.details.items() if keep[row]}
+        token_ids = array("I", compress(self.token_ids, keep))
+        return StepOutputs(array("Q", compress(self.handles, keep)), token_ids, None, details)
 
 
 def from_rows(rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -> StepOutputs:
