@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
@@ -30,6 +32,7 @@ from anyengine.errors import (
     RequestRefusedError,
     UtilityError,
 )
+from anyengine.forks import Origin
 from anyengine.lengths import token_limit
 from anyengine.params import PoolingParams, RequestKeywords, SamplingParams
 from anyengine.protocol.error_kinds import kind_of
@@ -39,6 +42,7 @@ from anyengine.utilities import BlockingEngineUtilities
 
 _DEFAULT_SAMPLING = SamplingParams()
 _Row = tuple[int, Sequence[int], OutputDetails | None]
+_clients: weakref.WeakSet[InprocEngineClient] = weakref.WeakSet()
 
 
 class InprocEngineClient(BlockingEngineUtilities):
@@ -46,8 +50,9 @@ class InprocEngineClient(BlockingEngineUtilities):
 
     Making the client loads the engine, and leaving its block (or :meth:`close`) shuts it down. Nothing is copied: an
     engine gets the caller's own arrays and arguments, which must stay as they are until the request has ended or the
-    call has returned. Use a client from one thread. What a process of its own protects from is not there: a crash of
-    native code takes the caller along, and a step that hangs cannot be ended.
+    call has returned. Use a client from one thread, and not in a process that is forked from its own: there it is
+    closed, and leaving it does nothing. What a process of its own protects from is not there: a crash of native code
+    takes the caller along, and a step that hangs cannot be ended.
 
     An exception of the engine that belongs to one request or one call stays there. Any other, as one of a step, leaves
     the engine in an unknown state: this call and all later ones raise :class:`EngineDeadError` with its traceback.
@@ -72,6 +77,8 @@ class InprocEngineClient(BlockingEngineUtilities):
         self._known_handles: Sequence[int] = ()
         self._report: CrashReport | None = None
         self._closed = False
+        self._origin = Origin()
+        _clients.add(self)
 
     @property
     def info(self) -> EngineInfo:
@@ -266,6 +273,11 @@ class InprocEngineClient(BlockingEngineUtilities):
     # ---- endings ----
 
     def _check_open(self) -> None:
+        if self._origin.is_forked:
+            raise EngineClosedError(
+                f"the client and its engine belong to process {self._origin.pid}, and this is a fork of it, process "
+                f"{os.getpid()}; make both here"
+            )
         if self._closed:
             raise EngineClosedError("the client is closed")
         if self._report is not None:
@@ -312,3 +324,12 @@ def _problem(error: Exception) -> str:
 
 def _report_nothing(stage: str, fraction: float | None = None) -> None:
     pass
+
+
+def _close_copies() -> None:
+    # Closed and no more than that: an engine's shutdown may end what is its parent's, such as workers.
+    for client in _clients:
+        client._closed = True  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_close_copies)

@@ -21,10 +21,12 @@ from tests.helpers import until
 from anyengine import (
     EngineClient,
     EngineClosedError,
+    InprocEngineClient,
     SamplingParams,
     open_engine_client,
     open_sync_engine_client,
 )
+from anyengine.engines.scripted import ScriptedEngine
 from anyengine.testing import scripted_spec
 from anyengine.transport import collector
 
@@ -321,6 +323,28 @@ def test_a_blocking_client_in_a_fork_says_whose_it_is_and_its_leaving_does_nothi
         assert client.health().state == "alive"
 
 
+def test_an_engine_in_the_callers_thread_is_closed_in_a_fork_and_shut_down_in_its_own_process_alone() -> None:
+    shut_down: list[int] = []
+
+    class Engine(ScriptedEngine):
+        def shutdown(self) -> None:
+            shut_down.append(os.getpid())
+
+    with InprocEngineClient(Engine()) as client:
+        client.add_request([1])
+
+        def use() -> None:
+            for call in (client.get_output, lambda: client.add_request([1]), lambda: client.call_utility("echo", 1)):
+                with pytest.raises(EngineClosedError, match=f"belong to process {os.getppid()}, and this is a fork"):
+                    call()
+            client.close()
+            assert shut_down == []
+
+        assert in_fork(use) == 0
+        assert list(client.get_output().token_ids) == [2]
+    assert shut_down == [os.getpid()]
+
+
 async def test_a_client_in_a_fork_says_whose_it_is_and_its_leaving_does_nothing() -> None:
     block = open_engine_client(scripted_spec())
     async with block as client:
@@ -348,6 +372,7 @@ PROGRAM = """
 import multiprocessing, os, sys
 import anyio
 from anyengine import EngineClosedError, SamplingParams, open_engine_client, open_sync_engine_client
+from anyengine.engines.scripted import ScriptedEngine
 from anyengine.testing import scripted_spec
 
 client_kind, backend, how = sys.argv[1:]
