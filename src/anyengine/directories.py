@@ -8,9 +8,12 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from anyengine.system_calls import naming
 
 _PREFIX = "anyengine-"
 _LONGEST_BASE = 64
@@ -56,19 +59,28 @@ def _make_directory(base: Path) -> tuple[Path, int]:
     fresh = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, fresh, ignore_errors=True)
-        os.chmod(fresh, 0o700)  # whatever the umask took away
+        _set_mode(fresh, 0o700)
         lock = os.open(os.path.join(fresh, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         undo.callback(os.close, lock)
-        os.fchmod(lock, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _set_mode(lock, 0o600)
+        with naming("flock"):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Shared folders of virtual machines take files, but no sockets.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.bind(os.path.join(fresh, "probe"))
         os.unlink(os.path.join(fresh, "probe"))
         path = base / (_PREFIX + secrets.token_hex(6))
-        os.rename(fresh, path)
+        with naming("rename"):
+            os.rename(fresh, path)
         undo.pop_all()
     return path, lock
+
+
+def _set_mode(file: str | int, mode: int) -> None:
+    """Give back what the umask took away; only then, for there are sandboxes and mounts that refuse the call."""
+    if stat.S_IMODE(os.stat(file).st_mode) != mode:
+        with naming("chmod"):
+            os.chmod(file, mode)
 
 
 def open_nameless_file(prefix: str) -> int:

@@ -74,7 +74,10 @@ class CrashReport:
         if self.phase == "launch" and self.exception_type == BlockingIOError.__name__:
             return "The system has no more threads or processes for this one; its limits are above."
         if self.phase == "launch":
-            return "No process was started; look at the launcher's settings (ProcessLauncher)."
+            return (
+                "No process was started; look at the error above, which is the system's, or at the launcher's settings "
+                "(ProcessLauncher)."
+            )
         if self.reason is not None:
             return "The client ended this engine for the reason above."
         if self.traceback is not None:

@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+from anyengine.system_calls import refuses_clone3
+
 ZMQ_THREADS = 2
 """Threads that a ZeroMQ context starts with its first socket: one for its I/O, one that closes sockets."""
 
@@ -65,6 +67,8 @@ def _limits() -> str:
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     if memory != resource.RLIM_INFINITY:
         limits.append(f"its address space is limited to {memory} bytes (ulimit -v), and each has a stack in it")
+    if refuses_clone3():
+        limits.append("clone3 is refused with EPERM, as by a seccomp filter that is older than the C library")
     return "; ".join(limits) or "the system has no more, or no memory for them"
 
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 @pytest.fixture
 def ends() -> Iterator[tuple[Lane, EngineLane]]:
     ours, theirs = open_lane()
+    assert ours is not None and theirs is not None
     engine = EngineLane(theirs.detach())
     yield ours, engine
     engine._socket.close()
@@ -128,6 +129,7 @@ def test_a_block_is_held_until_the_last_finalizer_of_a_cycle_has_run(ends: tuple
 
 def test_a_process_that_is_forked_has_neither_end(ends: tuple[Lane, EngineLane]) -> None:
     ours, theirs = open_lane()
+    assert ours is not None and theirs is not None
     pid = os.fork()
     if not pid:
         os._exit(ours._socket.fileno() != -1 or theirs.fileno() != -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,11 +12,13 @@ from typing import Any
 
 import anyio
 import pytest
-from tests.helpers import until
+from tests.helpers import is_running, until
 
+from anyengine import ShutdownPolicy, open_engine_client
 from anyengine.process.engine_process import EngineProcess
 from anyengine.process.lifelines import open_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
+from anyengine.testing import scripted_spec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -27,7 +30,7 @@ def process() -> Iterator[EngineProcess]:
     os.close(lifeline)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as child:
         files = AnonymousFile("exception"), AnonymousFile("native"), ChildOutput()
-        watched = EngineProcess(child, parent_end, *files, None)
+        watched = EngineProcess(child, parent_end, *files, None, "mark")
         yield watched
         watched.kill()
         watched.reap()
@@ -74,6 +77,46 @@ async def test_a_pidfd_that_is_always_readable_takes_no_core_and_the_end_is_told
     process.has_ended = count  # type: ignore[method-assign]
     assert await told_within(process) < 1  # a look each 25 ms, on a busy machine
     assert looks < 60
+
+
+@pytest.mark.parametrize("refused", ["pidfd", "waiting for it", "waitid", "pidfd and threads"])
+async def test_the_end_is_told_whatever_the_system_refuses(
+    process: EngineProcess, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        raise PermissionError(1, "Operation not permitted")
+
+    if "pidfd" in refused or refused == "waitid":
+        assert process._pidfd is not None
+        os.close(process._pidfd)
+        process._pidfd = None
+    if refused == "waiting for it":
+        regular = os.open(__file__, os.O_RDONLY)  # epoll takes no regular file
+        assert process._pidfd is not None
+        os.dup2(regular, process._pidfd)
+        os.close(regular)
+    if refused == "waitid":
+        monkeypatch.setattr(os, "waitid", refuse)
+    if "threads" in refused:
+        monkeypatch.setattr("anyengine.process.engine_process.run_in_thread", refuse)
+    assert await told_within(process) < 1
+    process.reap()
+    assert process.report(rank=0, phase="serve", reason=None).signal == 9
+
+
+async def test_a_group_that_may_not_be_signalled_ends_with_its_lifeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(os, "killpg", refuse)
+    shutdown = ShutdownPolicy(grace=0.05, terminate=0.05)
+    async with open_engine_client(scripted_spec(), shutdown=shutdown) as client:
+        pid = client.health().pid
+        assert pid is not None
+        signal.pidfd_send_signal(pidfd := os.pidfd_open(pid), signal.SIGSTOP)
+        os.close(pidfd)
+    assert not is_running(pid)
 
 
 async def test_a_status_that_somebody_else_has_taken_is_an_end(

@@ -224,6 +224,8 @@ class Supervisor:
         host.kill()
         host.reap()
         self._conclude(host)
+        if host.can_be_killed and not self._session.closing:  # otherwise ``stop`` sees to it
+            await self._await_group(host)
         self.finished.set()
         scope.cancel()
 
@@ -311,14 +313,16 @@ class Supervisor:
         return host.has_ended()
 
     async def _kill(self, host: EngineHost) -> None:
-        gone = True
         if host.can_be_killed:
             self._forced = True
             host.kill()
             await self._ends_within(host, GONE_LIMIT)
             host.reap()
-            gone = await run_surely(host.is_gone, GONE_LIMIT, name="gone")
+            await self._await_group(host)
         if host.lane is not None:
             await run_surely(host.lane.free, name="free")
-        if not gone:
+
+    async def _await_group(self, host: EngineHost) -> None:
+        """Return when the killed group is gone, so that neither memory nor zombies of it stay."""
+        if not await run_surely(host.is_gone, GONE_LIMIT, name="gone"):
             warn("processes of engine %d's group outlive SIGKILL", self._link.rank)

@@ -6,6 +6,7 @@ which the parent finds the Python exception and the native stack if this process
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -20,6 +21,7 @@ from anyengine.engine import lifeline
 from anyengine.engine.failures import describe_failure
 from anyengine.engine.proc import EngineCoreProc, Terminated
 from anyengine.protocol import cbor
+from anyengine.system_calls import check_calls_of_zmq
 from anyengine.thread_limits import ZMQ_THREADS, check_threads
 
 
@@ -33,13 +35,15 @@ def main(lifeline_fd: int, bootstrap_fd: int, exception_fd: int, native_fd: int)
     bootstrap = lifeline.read_bootstrap(bootstrap_fd)
     for fd in (exception_fd, native_fd):
         os.set_inheritable(fd, False)
-    faulthandler.enable(file=native_fd, all_threads=True)
+    with contextlib.suppress(OSError):  # a sandbox refuses an alternate stack: reports come without native ones
+        faulthandler.enable(file=native_fd, all_threads=True)
     _name_process(f"anyengine-{bootstrap.rank}")
     logging.basicConfig(level=logging.WARNING, format=f"[engine {bootstrap.rank}] %(levelname)s %(name)s: %(message)s")
     context: zmq.Context[Any] = zmq.Context()
     proc: EngineCoreProc | None = None
     code = 0
     try:
+        check_calls_of_zmq()
         check_threads(ZMQ_THREADS)
         proc = EngineCoreProc(bootstrap, context)
         proc.run()

@@ -7,6 +7,7 @@ signal ends it. What it has to say to people goes to stderr.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import logging
@@ -27,6 +28,7 @@ from anyengine.engine.proc import EngineCoreProc, Terminated
 from anyengine.errors import AddressError, KeysError
 from anyengine.keys import ConnectionKeys
 from anyengine.keywords import did_you_mean
+from anyengine.system_calls import check_calls_of_zmq
 from anyengine.thread_limits import ZMQ_THREADS, check_threads
 from anyengine.types import EngineSpec
 
@@ -38,7 +40,8 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = _parse(words)
     logging.basicConfig(level=logging.WARNING, format=f"[engine {arguments.rank}] %(message)s")
     logger.setLevel(logging.INFO)
-    faulthandler.enable()
+    with contextlib.suppress(OSError):  # a sandbox refuses an alternate stack
+        faulthandler.enable()
     signal.signal(signal.SIGTERM, _terminate)
     context: zmq.Context[Any] = zmq.Context()
     proc: EngineCoreProc | None = None
@@ -50,6 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
         core = _build(arguments.spec, dict(arguments.arguments))
         core.owns_process = True
         contract.load(core, _Progress())
+        check_calls_of_zmq()
         check_threads(ZMQ_THREADS)
         proc = EngineCoreProc(None, context, rank=arguments.rank, engine=core)
         signal.signal(signal.SIGTERM, proc.terminate)

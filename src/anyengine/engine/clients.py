@@ -109,7 +109,10 @@ class Clients:
                     return "input"
             if time.perf_counter() >= sleep_at:
                 break
-            os.sched_yield()  # the client may need this processor to ask
+            try:
+                os.sched_yield()  # the client may need this processor to ask
+            except OSError:  # a sandbox refuses it
+                break
         if limit is None and any(connection.lasting for connection in connections):
             limit = LEAVE_LIMIT
         awaited: list[tuple[Any, int]] = [

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import anyio
 
@@ -20,6 +19,7 @@ from anyengine.notices import warn
 from anyengine.process.lane import Lane
 from anyengine.process.lifelines import close_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
+from anyengine.process.remains import has_members, take_orphans
 from anyengine.process.threads import run_in_thread
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type
@@ -34,7 +34,12 @@ LONGEST_LOOK = 0.025
 
 
 class EngineProcess:
-    """A running child. Its end is known from the pidfd, then believed from its exit status."""
+    """A running child. Its end is known from the pidfd, then believed from its exit status.
+
+    Where a sandbox refuses pidfds, a thread waits for the exit status.
+
+    :param mark: what this engine's descendants have in their environment, see :mod:`anyengine.process.remains`
+    """
 
     shares_memory: bool = False
     can_be_killed: bool = True
@@ -49,12 +54,14 @@ class EngineProcess:
         native: AnonymousFile,
         output: ChildOutput,
         lane: Lane | None,
+        mark: str,
     ) -> None:
         self.pid: int = child.pid
         self.output = output
         self.lane = lane
         self._child = child
-        self._lifeline = lifeline
+        self._mark = mark
+        self._lifeline: int | None = lifeline
         self._exception = exception
         self._native = native
         self._pidfd = _open_pidfd(child.pid)
@@ -67,21 +74,40 @@ class EngineProcess:
 
     async def wait(self) -> None:
         """Return when the process has ended. On Linux it is not reaped then, so its group can still be named."""
-        if self._pidfd is None:
-            await run_in_thread(self._wait_in_thread, name="wait", abandon_on_cancel=True)
-            return
+        if self._pidfd is not None:
+            with contextlib.suppress(OSError):  # the system gives them, and cannot wait for them
+                await self._wait_by_pidfd(self._pidfd)
+        if not self.has_ended():
+            with contextlib.suppress(OSError):  # there is no thread to be had, either
+                await run_in_thread(self._wait_in_thread, name="wait", abandon_on_cancel=True)
+        while not self.has_ended():  # noqa: ASYNC110 - then nothing tells of it
+            await anyio.sleep(LONGEST_LOOK)
+
+    async def _wait_by_pidfd(self, pidfd: int) -> None:
         self._watched = True
         pause = FIRST_LOOK
         try:
-            await anyio.wait_readable(self._pidfd)
+            await anyio.wait_readable(pidfd)
             while not self.has_ended():
                 # The status follows at once, as a rule. Where it does not (a debugger holds the process, a sandbox has
                 # descriptors that are always readable), waiting for the descriptor alone would take a whole core.
                 await anyio.sleep(pause)
                 pause = min(2 * pause, LONGEST_LOOK)
-                await anyio.wait_readable(self._pidfd)
+                await anyio.wait_readable(pidfd)
         finally:
             self._watched = False
+
+    def _wait_in_thread(self) -> None:
+        if sys.platform == "linux":
+            try:
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:  # somebody else has taken the status
+                return
+            except OSError:  # a sandbox refuses the call
+                pass
+            else:
+                return
+        self._child.wait()
 
     def has_ended(self) -> bool:
         """Whether there is an exit status. Readiness of a descriptor alone is not believed."""
@@ -95,21 +121,27 @@ class EngineProcess:
             # Somebody else waits for all children of this process (a PID 1, a SIGCHLD that is ignored).
             self._status_taken = True
             return True
-
-    def _wait_in_thread(self) -> None:
-        self._child.wait()
+        except OSError:  # a sandbox refuses it; then looking takes the status, too
+            return self._child.poll() is not None
 
     def terminate(self) -> None:
-        """Ask the process to end (SIGTERM)."""
+        """Ask the process to end (SIGTERM), if the system lets us."""
         if not self.has_ended():
-            os.kill(self.pid, signal.SIGTERM)
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process and all of its group (SIGKILL); does nothing after :meth:`reap`."""
-        if not self._reaped:
-            # Nobody is left in it, which macOS says by EPERM.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if self._reaped:
+            return
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        except OSError:
+            # It is another user's, or a sandbox refuses the call: the lifeline's end kills all the same. macOS says so
+            # of a group in which nobody is left.
+            self._cut_lifeline()
 
     def reap(self) -> None:
         """Take the exit status, after :meth:`wait` or :meth:`kill`; blocks for the moment that a kill takes."""
@@ -120,13 +152,24 @@ class EngineProcess:
         self._reaped = True
 
     def is_gone(self, limit: float) -> bool:
-        """Wait up to ``limit`` seconds for the killed group to be gone; blocking, for a worker thread."""
+        """Wait up to ``limit`` seconds for the killed group to be gone; blocking, for a worker thread.
+
+        What this process has become the parent of stays no zombie.
+        """
         deadline = time.monotonic() + limit
-        while _group_members(self.pid):
-            if time.monotonic() > deadline:
-                return False
+        while (is_left := has_members(self.pid)) and time.monotonic() < deadline:
             time.sleep(0.002)
-        return True
+        self._take_orphans()
+        return not is_left
+
+    def _take_orphans(self) -> None:
+        if self._child.returncode is not None:  # before that, the status of the engine's own process is there, too
+            take_orphans(self.pid, self._mark)
+
+    def _cut_lifeline(self) -> None:
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            close_lifeline(lifeline)
 
     def report(self, *, rank: int, phase: Phase, reason: str | None) -> CrashReport:
         """What is known about the end of the process, after :meth:`reap`."""
@@ -165,7 +208,8 @@ class EngineProcess:
         if self._closed:
             return
         self._closed = True
-        close_lifeline(self._lifeline)
+        self._cut_lifeline()
+        self._take_orphans()
         if self.lane is not None:
             self.lane.close()
         for file in (self._exception, self._native, self.output):
@@ -178,24 +222,8 @@ class EngineProcess:
 
 
 def _open_pidfd(pid: int) -> int | None:
-    return os.pidfd_open(pid) if sys.platform == "linux" else None
-
-
-def _group_members(group: int) -> bool:
-    """Whether a process that is not a zombie is in the group. A zombie waits for its parent and holds nothing."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return sys.platform == "linux"
-    if sys.platform != "linux":
-        return True
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, process_group = stat.read_bytes().rpartition(b")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue
-        if int(process_group) == group and state not in (b"Z", b"X"):
-            return True
-    return False
+    """A pidfd; None where the system has none, or a sandbox refuses it."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+    return None

@@ -47,10 +47,11 @@ class EngineThread:
             kept.callback(os.close, self._writer)
             if sys.platform == "linux":
                 self.lane, lane_end = open_lane()
-                kept.callback(self.lane.close)
-                lane_fd = lane_end.detach()
-                kept.callback(os.close, lane_fd)
-                bootstrap = bootstrap._replace(lane=lane_fd)
+                if self.lane is not None and lane_end is not None:
+                    kept.callback(self.lane.close)
+                    lane_fd = lane_end.detach()
+                    kept.callback(os.close, lane_fd)
+                    bootstrap = bootstrap._replace(lane=lane_fd)
             # A daemon, so that an engine which hangs does not keep the program from ending.
             self._thread = threading.Thread(
                 target=self._run, args=(bootstrap, context), name=f"anyengine-{bootstrap.rank}", daemon=True

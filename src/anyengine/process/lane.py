@@ -75,9 +75,12 @@ class Lane:
         self.pool.trim()
 
 
-def open_lane() -> tuple[Lane, socket.socket]:
-    """A lane, and the end of it that the engine inherits."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def open_lane() -> tuple[Lane, socket.socket] | tuple[None, None]:
+    """A lane, and the end of it that the engine inherits; neither where the system refuses such sockets."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:  # of too few descriptors, the next call tells
+        return None, None
     _ends.update((ours, theirs))
     return Lane(ours), theirs
 

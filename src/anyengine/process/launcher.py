@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from anyengine.process.interpreter import (
 from anyengine.process.lane import Lane, open_lane
 from anyengine.process.lifelines import close_lifeline, open_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput, inheritable
+from anyengine.process.remains import mark_for_child
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.thread_limits import none_left
 
@@ -70,8 +72,8 @@ class ProcessLauncher:
 
     @property
     def description(self) -> str:
-        """The interpreter."""
-        return self.python or sys.executable
+        """What is started; the system's own error names the interpreter if that is to blame."""
+        return "the engine's process"
 
     def start(self, bootstrap: Bootstrap) -> EngineProcess:
         """Start the process and hand it ``bootstrap``; blocking, for some milliseconds.
@@ -104,15 +106,16 @@ class ProcessLauncher:
                 inherited.append(inheritable(boot.fd, passed))
                 command = own_command(self.module, inherited[-1])
             else:
-                command = foreign_command(self.description, self.module)
+                command = foreign_command(self.python or sys.executable, self.module)
             printed = output.open_for_append(passed)
+            mark = secrets.token_hex(8)
             try:
                 child = subprocess.Popen(
                     [*command, *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=printed,
-                    env={**environment_for_child(), **self.environment},
+                    env={**environment_for_child(), **self.environment, **mark_for_child(mark)},
                     pass_fds=inherited,
                     # A session and group of its own: Ctrl-C in the terminal reaches the parent alone, which decides
                     # what happens in which order, and all that the engine starts can be ended together.
@@ -122,7 +125,7 @@ class ProcessLauncher:
                 raise none_left("a process for the engine") from error
             kept.callback(child.wait)
             kept.callback(child.kill)
-            process = EngineProcess(child, parent_end, exception, native, output, lane)
+            process = EngineProcess(child, parent_end, exception, native, output, lane, mark)
             kept.pop_all()
         return process
 
@@ -131,9 +134,8 @@ def _open_lane(bootstrap: Bootstrap, passed: contextlib.ExitStack) -> tuple[Lane
     """A lane and the descriptor of its other end, if the engine can have one: without, large buffers are frames."""
     if sys.platform != "linux" or not bootstrap.address.startswith("ipc:"):
         return None, None
-    try:
-        lane, end = open_lane()
-    except OSError:  # a container that refuses such sockets; of too few descriptors, the next call tells
+    lane, end = open_lane()
+    if end is None:
         return None, None
     passed.enter_context(end)
     return lane, inheritable(end.fileno(), passed)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 
+from anyengine.system_calls import naming
+
 _lock = threading.Lock()
 _open: set[int] = set()
 
 
 def open_lifeline() -> tuple[int, int]:
     """A pipe: the child's end, and the parent's end, which lives as long as this process and no fork of it."""
-    with _lock:
+    with _lock, naming("pipe2"):
         child_end, parent_end = os.pipe()
         _open.add(parent_end)
     return child_end, parent_end

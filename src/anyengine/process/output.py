@@ -14,6 +14,7 @@ import sys
 import threading
 
 from anyengine.directories import open_nameless_file
+from anyengine.system_calls import naming
 
 TAIL_BYTES = 16 * 1024
 TAIL_LINES = 40
@@ -37,7 +38,8 @@ class AnonymousFile:
         """Add ``data``."""
         while data:
             data = data[os.write(self.fd, data) :]
-        os.lseek(self.fd, 0, os.SEEK_SET)  # a child that inherits it reads from where this process is in it
+        with naming("lseek"):
+            os.lseek(self.fd, 0, os.SEEK_SET)  # a child that inherits it reads from where this process is in it
 
     def open_for_append(self, owner: contextlib.ExitStack) -> int:
         """Another descriptor, for a child to inherit; ``owner`` closes it."""
@@ -65,7 +67,8 @@ def inheritable(fd: int, owner: contextlib.ExitStack) -> int:
     Its number is none of the three that a child's stdin, stdout and stderr get; ``fd`` itself may have one of them, in
     a process that was started without them.
     """
-    copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    with naming("fcntl(F_DUPFD_CLOEXEC)"):
+        copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     owner.callback(os.close, copy)
     return copy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ from anyengine.directories import PrivateDirectory
 from anyengine.errors import AddressError
 from anyengine.keys import ConnectionKeys
 from anyengine.protocol.bootstrap import CurveKeys
+from anyengine.system_calls import check_calls_of_zmq, check_tcp_of_zmq
 from anyengine.thread_limits import ZMQ_THREADS, check_threads
 from anyengine.transport import collector
 from anyengine.transport.connections import Connections
@@ -47,6 +49,7 @@ class Endpoints:
         self, transport: TransportName, *, address: str | None = None, keys: ConnectionKeys | None = None
     ) -> None:
         _check_descriptors()
+        check_calls_of_zmq()
         check_threads(ZMQ_THREADS)
         self.input_address: str
         self.output_address: str
@@ -63,6 +66,7 @@ class Endpoints:
         if keys is not None:
             self.keys = keys.for_engine
         if transport == "ipc" and address is None:
+            _check_unix_sockets()
             self._directory = PrivateDirectory()
         try:
             router, self.input_address = self._bind(zmq.ROUTER, address or self._private_address("in"))
@@ -114,6 +118,8 @@ class Endpoints:
         return f"inproc://{name}" if self._transport == "inproc" else "tcp://127.0.0.1:*"
 
     def _bind(self, kind: int, address: str) -> tuple[zmq.Socket[bytes], str]:
+        if self._transport == "tcp":
+            check_tcp_of_zmq()
         raw = self.context.socket(kind)
         # No limits: the engine must never block in a send, and calls of the client never do. What bounds memory is the
         # number of tokens that live requests may still get.
@@ -184,6 +190,18 @@ def _somebody_listens(path: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def _check_unix_sockets() -> None:
+    try:
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).close()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise OSError(
+            error.errno,
+            f"Unix sockets are refused, perhaps by a sandbox: {error.strerror}; open it with transport='tcp'",
+        ) from error
 
 
 def _check_descriptors() -> None:

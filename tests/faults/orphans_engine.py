@@ -1,0 +1,25 @@
+"""An engine that starts processes, some of which outlive it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from anyengine.engine import utility
+from anyengine.engines.scripted import ScriptedEngine
+
+
+class OrphansEngine(ScriptedEngine):
+    """Counts, and starts processes."""
+
+    @utility
+    def start(self) -> None:
+        """Start one with a child, in this group; and some that end when this process does, outside of it."""
+        subprocess.Popen(["true"])  # nobody takes its status
+        subprocess.Popen(["sh", "-c", "sleep 3600 & wait"])
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0)
+        slow = "import sys; sys.stdin.read(); import time; time.sleep(0.3)"
+        subprocess.Popen([sys.executable, "-c", slow], stdin=subprocess.PIPE, process_group=0)
+        subprocess.Popen([sys.executable, "-c", slow], stdin=subprocess.PIPE, start_new_session=True)
+        time.sleep(0.1)  # the shell starts its child
