@@ -13,9 +13,18 @@ from tests.cli.programs import ROOT
 from tests.engines.runs import save_stand_in
 
 
+ONCE = """
+import dataclasses
+from benchmarks import __main__ as program
+program.QUICK = dataclasses.replace(program.QUICK, rounds=1, work=0.05, latency_rounds=1, idle=0.2)
+program.main()
+"""
+"""The program, which measures each figure a single time."""
+
+
 @pytest.mark.timeout(180)
 def test_the_quick_benchmarks(tmp_path: Path) -> None:
-    result = run(tmp_path, "benchmarks", "--quick", "--backends", "asyncio")
+    result = run(tmp_path, "-c", ONCE, "--quick", "--backends", "asyncio")
     assert "targets missed" in result
     units = {figure["unit"] for figure in json.loads((tmp_path / "build/bench.json").read_text())["figures"]}
     assert {"1/s", "GB/s", "us", "ms", "B"} <= units
@@ -26,14 +35,14 @@ def test_the_quick_benchmarks(tmp_path: Path) -> None:
 def test_the_benchmark_beside_a_busy_process(tmp_path: Path) -> None:
     model = str(save_stand_in(tmp_path / "model"))
     short = ("--rounds", "1", "--seconds", "0.1", "--settle", "0")
-    result = run(tmp_path, "benchmarks.busy_neighbour", "--model", model, *short)
+    result = run(tmp_path, "-m", "benchmarks.busy_neighbour", "--model", model, *short)
     assert "alone, 1 request " in result
     assert "beside a busy process, 16 requests" in result
 
 
-def run(directory: Path, module: str, *arguments: str) -> str:
-    """What a module printed that ran to its end."""
-    command = [sys.executable, "-m", module, *arguments]
+def run(directory: Path, *arguments: str) -> str:
+    """What a program of Python's printed that ran to its end."""
+    command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=170)
     assert result.returncode == 0, result.stderr
