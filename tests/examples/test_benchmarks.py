@@ -12,7 +12,6 @@ import pytest
 from tests.cli.programs import ROOT
 from tests.engines.runs import save_stand_in
 
-
 ONCE = """
 import dataclasses
 from benchmarks import __main__ as program
