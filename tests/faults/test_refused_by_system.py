@@ -84,6 +84,31 @@ def test_the_first_process_of_a_container_keeps_no_zombies_of_engines(anyio_back
     assert done.stdout == "first\n", done.stderr
 
 
+WITHOUT_PROC = """
+import os, sys, anyio
+from anyengine import EngineSpec, open_engine_client
+
+async def main():
+    async with open_engine_client(EngineSpec("tests.faults.orphans_engine:OrphansEngine")) as client:
+        await client.call_utility("start_in_group")
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        print("no children", os.getpid())
+
+assert not os.path.exists("/proc/self")
+anyio.run(main, backend=sys.argv[1])
+"""
+
+
+@own_namespaces
+def test_it_keeps_no_zombies_where_proc_is_not_mounted(anyio_backend: Any, tmp_path: Path) -> None:
+    program = [sys.executable, "-c", WITHOUT_PROC, anyio_backend[0]]
+    hide = ["sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+    done = run("unshare", "--pid", "--fork", "--mount", "--kill-child", *hide, *program, directory=tmp_path)
+    assert (done.stdout, done.stderr) == ("no children 1\n", "")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 def test_a_subreaper_keeps_no_zombies_of_engines(anyio_backend: Any, tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "tests.faults.orphans", "subreaper", anyio_backend[0], directory=tmp_path)

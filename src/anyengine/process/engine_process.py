@@ -19,7 +19,7 @@ from anyengine.notices import warn
 from anyengine.process.lane import Lane
 from anyengine.process.lifelines import close_lifeline
 from anyengine.process.output import AnonymousFile, ChildOutput
-from anyengine.process.remains import has_members, take_orphans
+from anyengine.process.remains import has_members, take_group, take_orphans
 from anyengine.process.threads import run_in_thread
 from anyengine.protocol import cbor
 from anyengine.protocol.checks import expect_array, expect_type
@@ -158,12 +158,19 @@ class EngineProcess:
         """
         deadline = time.monotonic() + limit
         while (is_left := has_members(self.pid)) and time.monotonic() < deadline:
+            if self._is_reaped:
+                take_group(self.pid)
             time.sleep(0.002)
         self._take_orphans()
         return not is_left
 
+    @property
+    def _is_reaped(self) -> bool:
+        """Whether statuses of the engine's session are those of orphans, and not the one of its own process."""
+        return self._child.returncode is not None
+
     def _take_orphans(self) -> None:
-        if self._child.returncode is not None:  # before that, the status of the engine's own process is there, too
+        if self._is_reaped:
             take_orphans(self.pid, self._mark)
 
     def _cut_lifeline(self) -> None:

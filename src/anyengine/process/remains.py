@@ -54,6 +54,14 @@ def has_members(group: int) -> bool:
     return any(process.group == group and not process.has_ended for process in _processes())
 
 
+def take_group(group: int) -> None:
+    """Take the exit statuses that there are of a group, where this process has become its members' parent.
+
+    Without ``/proc``, zombies could not be told from the living. Call it as :func:`take_orphans`.
+    """
+    _take(-group)
+
+
 def take_orphans(engine: int, mark: str) -> None:
     """Take the exit statuses of what an engine had started, where this process has become its parent.
 
@@ -64,7 +72,6 @@ def take_orphans(engine: int, mark: str) -> None:
     """
     if not _adopts_orphans():
         return
-    _take(-engine)
     own = os.getpid()
     for process in _processes():
         if process.parent != own or process.pid in _awaited:
