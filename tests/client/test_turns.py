@@ -142,15 +142,15 @@ async def test_many_streams_opened_ended_and_aborted_at_once() -> None:
 
 async def test_streams_left_at_once_are_aborted_by_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    send = anyengine.frames.send_tracked
+    send = anyengine.frames.send_copied
 
-    def count(socket: object, message: list[bytes]) -> object:
+    def count(socket: object, message: list[bytes]) -> None:
         if message[1] == Abort.KIND:
             sent.append(len(Abort.decode(bytes(message[2]), ()).handles))
-        return send(socket, message)  # type: ignore[arg-type]
+        send(socket, message)  # type: ignore[arg-type]
 
     async with open_engine_client(scripted_spec(step_delay=0.01)) as client:
-        monkeypatch.setattr(anyengine.frames, "send_tracked", count)
+        monkeypatch.setattr(anyengine.frames, "send_copied", count)
         entered: list[int] = []
 
         async def run(row: int) -> None:
