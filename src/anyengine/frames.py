@@ -98,7 +98,8 @@ def send_copied(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
 def send_tracked(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> list[zmq.MessageTracker]:
     """Send a message of which ZeroMQ reads the large frames in place; their memory must not change meanwhile.
 
-    The trackers are done when ZeroMQ has let go of the frames. Small frames are copied and have none.
+    The trackers are done when ZeroMQ has let go of the frames. Small frames are copied and have none, and byte strings
+    have none because nobody can change them.
 
     :raises zmq.ZMQError: if the socket cannot take it; nothing was sent then
     """
@@ -107,9 +108,11 @@ def send_tracked(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> list[zm
     for index, frame in enumerate(frames):
         flags = _NOBLOCK if index == last else _NOBLOCK_MORE
         if is_large(frame):
-            tracker = socket.send(frame, flags, copy=False, track=True)
-            assert tracker is not None
-            trackers.append(tracker)
+            changes = not isinstance(frame, bytes)
+            tracker = socket.send(frame, flags, copy=False, track=changes)
+            if changes:
+                assert tracker is not None
+                trackers.append(tracker)
         else:
             socket.send(frame, flags)
     return trackers

@@ -15,10 +15,10 @@ from anyengine.client.checks import (
     check_handles,
     check_options,
     check_pooling,
-    check_prompt,
     check_request_id,
     check_sampling,
 )
+from anyengine.client.prompts import check_prompt
 from anyengine.engine import contract
 from anyengine.engine.control import SchedulerControl
 from anyengine.engine.core import Deferred, EngineCore, engine_request

@@ -109,12 +109,16 @@ class MultiModalFeature:
 
     def places(self) -> set[int]:
         """The positions of the tokens of which the encoder's output takes the place."""
-        positions = range(self.offset, self.end)
+        return set(compress(range(self.offset, self.end), self.mask()))
+
+    def mask(self) -> bytes:
+        """A byte for each of its tokens: 1 if the encoder's output takes its place, else 0."""
         mask = self.is_embed
         if mask is None:
-            return set(positions)
-        # In a process that has not loaded the array's library, it is as it was on the wire: a byte for each.
-        return set(compress(positions, mask.tolist() if hasattr(mask, "tolist") else bytes(mask.data)))
+            return b"\x01" * self.length
+        if not hasattr(mask, "tolist"):  # as it was on the wire, in a process that has not loaded the array's library
+            return bytes(mask.data)
+        return mask.tobytes() if hasattr(mask, "tobytes") else bytes(mask.tolist())
 
 
 def check_places(features: Sequence[MultiModalFeature], prompt_length: int) -> None:
@@ -132,12 +136,15 @@ def check_places(features: Sequence[MultiModalFeature], prompt_length: int) -> N
     if all(left.end <= right.offset for left, right in pairwise(ordered)):
         return
     # Those of a video and its sound may take turns in one range.
-    taken: set[int] = set()
+    taken = bytearray(prompt_length)  # 1 where an encoder's output takes the place
     for feature in ordered:
-        own = feature.places()
-        if twice := taken & own:
-            raise RequestRefusedError(f"features: two of them take the place of token {min(twice)} of the prompt")
-        taken |= own
+        # As two long numbers, whose bytes are compared at once: a feature may be as long as a long prompt.
+        own = int.from_bytes(feature.mask(), "little")
+        others = int.from_bytes(taken[feature.offset : feature.end], "little")
+        if twice := own & others:
+            place = feature.offset + ((twice & -twice).bit_length() - 1) // 8
+            raise RequestRefusedError(f"features: two of them take the place of token {place} of the prompt")
+        taken[feature.offset : feature.end] = (own | others).to_bytes(feature.length, "little")
 
 
 def _copied(data: object, depth: int) -> Any:

@@ -46,6 +46,7 @@ async def client(anyio_backend: str) -> AsyncIterator[EngineClient]:
         ([], RequestRefusedError, ["prompt_token_ids", "at least one"]),
         ("text", TypeError, ["prompt_token_ids", "'text'", "tokenize"]),
         (b"text", TypeError, ["prompt_token_ids"]),
+        (bytearray(b"text"), TypeError, ["prompt_token_ids"]),
         ([1, -1], RequestRefusedError, ["prompt_token_ids[1]=-1", "4294967295"]),
         ([2**32], RequestRefusedError, ["prompt_token_ids[0]=4294967296"]),
         ([1, numpy.int64(-1)], RequestRefusedError, ["prompt_token_ids[1]=-1: a token id is 0 to 4294967295"]),

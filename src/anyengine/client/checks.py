@@ -3,78 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, cast
 
 from anyengine.brief import brief
 from anyengine.errors import RequestRefusedError
 from anyengine.multimodal import MultiModalFeature, check_places
 from anyengine.params import PoolingParams, RequestKeywords, RequestOptions, SamplingParams
-from anyengine.protocol.arrays import is_array
 from anyengine.protocol.sampling import NO_OPTIONS
-from anyengine.types import U32_MAX, EngineInfo
-
-
-def check_prompt(token_ids: object, embeds: object, info: EngineInfo) -> array[int] | None:
-    """The prompt's token ids as u32, copied; None if the prompt is embeddings.
-
-    :raises TypeError: if a prompt has the wrong type, or not exactly one is given
-    :raises RequestRefusedError: if it is empty, holds an id that is not u32, or the engine takes no embeddings
-    """
-    if (token_ids is None) == (embeds is None):
-        raise TypeError("expected exactly one of prompt_token_ids and prompt_embeds")
-    if token_ids is None:
-        _check_embeds(embeds, info)
-        return None
-    if isinstance(token_ids, str | bytes):
-        raise TypeError(f"prompt_token_ids={brief(token_ids)}: expected token ids, not text; tokenize it first")
-    tolist = getattr(token_ids, "tolist", None)
-    sequence = cast("Sequence[Any]", tolist() if callable(tolist) else token_ids)
-    if not isinstance(sequence, Sequence):
-        raise TypeError(f"prompt_token_ids={brief(token_ids)} ({type(token_ids).__name__}): expected token ids")
-    if not len(sequence):
-        raise RequestRefusedError("prompt_token_ids=[]: expected at least one token")
-    return as_token_ids("prompt_token_ids", sequence)
-
-
-def as_token_ids(where: str, token_ids: Sequence[Any]) -> array[int]:
-    """Token ids as u32, copied; integers of numpy and torch are integers, too.
-
-    :raises TypeError: if one is no integer; the message has its place
-    :raises RequestRefusedError: if one is not u32; the message has its place
-    """
-    try:
-        # Refuses floats and numbers out of u32 at C speed; a loop over a long prompt would hold up the event loop.
-        return array("I", token_ids)
-    except (TypeError, OverflowError, ValueError):
-        for index, token in enumerate(token_ids):
-            try:
-                number = operator.index(token)
-            except TypeError:
-                flat = " in one flat list" if issubclass(type(token), (list, tuple)) else ""
-                raise TypeError(
-                    f"{where}[{index}]={brief(token)} ({type(token).__name__}): expected integers from 0 to "
-                    f"{U32_MAX}{flat}"
-                ) from None
-            if not 0 <= number <= U32_MAX:
-                raise RequestRefusedError(f"{where}[{index}]={brief(number)}: a token id is 0 to {U32_MAX}") from None
-        raise
-
-
-def _check_embeds(embeds: object, info: EngineInfo) -> None:
-    if not is_array(embeds):
-        raise TypeError(
-            f"prompt_embeds={brief(embeds)} ({type(embeds).__name__}): expected a torch tensor or a numpy array"
-        )
-    shape = tuple(cast("Any", embeds).shape)
-    if len(shape) != 2 or 0 in shape:
-        raise RequestRefusedError(
-            f"prompt_embeds of shape {list(shape)}: expected [tokens, hidden size], neither of them 0"
-        )
-    if not info.prompt_embeds:
-        raise RequestRefusedError(f"prompt_embeds: engine {info.engine!r} takes prompt_token_ids only")
+from anyengine.types import EngineInfo
 
 
 def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
@@ -139,7 +76,7 @@ def check_options(info: EngineInfo, given: RequestKeywords, pooling: PoolingPara
     return options
 
 
-def check_features(features: Sequence[MultiModalFeature], tokens: Sequence[int] | None) -> None:
+def check_features(features: Sequence[MultiModalFeature], tokens: Sized | None) -> None:
     """Check that features fit their prompt.
 
     :raises RequestRefusedError: if they do not, or the prompt is embeddings

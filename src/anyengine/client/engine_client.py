@@ -13,11 +13,11 @@ from anyengine.client.checks import (
     check_handles,
     check_options,
     check_pooling,
-    check_prompt,
     check_request_id,
     check_sampling,
     check_seconds,
 )
+from anyengine.client.prompts import LongPrompt, accept_prompt
 from anyengine.client.request_stream import RequestStream
 from anyengine.client.session import HEALTH_TIMEOUT, EngineSession
 from anyengine.client.utility_calls import call_utility
@@ -304,11 +304,11 @@ class EngineClient(EngineUtilities):
         embeds: Any,
         request_id: str | None,
         options: RequestKeywords,
-    ) -> tuple[Sequence[int] | None, RequestOptions]:
+    ) -> tuple[Sequence[int] | LongPrompt | None, RequestOptions]:
         self._session.belonging.require()
         self._session.check_open()
         info = self.info
-        tokens = check_prompt(token_ids, embeds, info)
+        tokens = accept_prompt(token_ids, embeds, info)
         checked = check_options(info, options, pooling)
         check_sampling(sampling, info)
         if pooling is None:

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 IndexedPrompt = tuple[int, Sequence[int]]
 """The place of a prompt among the prompts, and its token ids (u32)."""
 
+MESSAGE_TOKENS = 2**18
+"""Prompt tokens up to which requests share a message, and more than which are sent in one turn of the event loop by one
+request alone."""
+
+_KEPT_TOKENS = 2**16
+"""Tokens of a steady batch that are kept as columns: to turn them into rows takes a millisecond."""
+
 IndexedResult = tuple[int, Completion | RequestError]
 """The place of a prompt among the prompts, and what came of it."""
 
@@ -56,6 +63,7 @@ class RequestGroup:
         self._queue: deque[IndexedPrompt] = deque()  # beyond the limit
         self._backlog: deque[IndexedPrompt] = deque()  # within the limit, and not sent yet
         self._backlog_grew = anyio.Event()
+        self._goes_on = False  # more is sent in the loop's next turn
         self._aborting = 0  # requests of which the engine has not let go yet
         self._released = anyio.Event()
         self._then: Callable[[], object] | None = None  # when it has
@@ -134,6 +142,8 @@ class RequestGroup:
                 self._turn_columns()
                 self._column, self._handles = column, outputs.handles
             self._steps.append(outputs.token_ids)
+            if len(self._steps) * len(self._handles) >= _KEPT_TOKENS:
+                self._turn_columns()
             return
         self._turn_columns()
         self._take_rows(outputs.rows())
@@ -174,8 +184,12 @@ class RequestGroup:
     # ---- sending ----
 
     def _top_up(self) -> None:
-        """Send what may be sent now. Whoever listens has to be told afterwards."""
-        while True:
+        """Send what may be sent now, as much as this turn of the loop has time for.
+
+        Whoever listens has to be told afterwards.
+        """
+        left = MESSAGE_TOKENS
+        while not self._goes_on:
             while self._queue and len(self._indices) + len(self._backlog) < self._limit:
                 self._backlog.append(self._queue.popleft())
             if not self._backlog:
@@ -183,7 +197,15 @@ class RequestGroup:
             if not self._session.takes_requests_now:
                 self._backlog_grew.set()
                 return
-            self._send_backlog()
+            left -= self._send_backlog()
+            if left <= 0 and (self._queue or self._backlog):
+                self._goes_on = True
+                self._session.turns.call_next(self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        self._top_up()
+        self.wake()
 
     async def _send_when_admitted(self) -> None:
         try:
@@ -199,10 +221,14 @@ class RequestGroup:
         self._top_up()
         self.wake()
 
-    def _send_backlog(self) -> None:
-        """Send as many requests as may live, one at least, in one message."""
+    def _send_backlog(self) -> int:
+        """Send as many requests as may live and share a message, one at least; returns the tokens of their prompts."""
         room = max(1, min(len(self._backlog), self._session.admission.room, MAX_PROMPTS))
-        batch = [self._backlog.popleft() for _ in range(room)]
+        batch = [self._backlog.popleft()]
+        tokens = len(batch[0][1])
+        while len(batch) < room and tokens + len(self._backlog[0][1]) <= MESSAGE_TOKENS:
+            batch.append(self._backlog.popleft())
+            tokens += len(batch[-1][1])
         try:
             handles, _ = self._session.register(
                 self, [prompt for _, prompt in batch], None, self._sampling, self._options
@@ -215,6 +241,7 @@ class RequestGroup:
             for handle, (index, _) in zip(handles, batch, strict=True):
                 self._indices[handle] = index
                 self._tokens[handle] = []
+        return tokens
 
     def _refuse(self, batch: Sequence[IndexedPrompt], error: RequestError) -> None:
         self._results += [(index, error) for index, _ in batch]

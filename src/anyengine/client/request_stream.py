@@ -20,6 +20,7 @@ from anyengine.transport.wakeup import Wakeup
 from anyengine.types import Completion, FinishReason, RequestOutput
 
 if TYPE_CHECKING:
+    from anyengine.client.prompts import LongPrompt
     from anyengine.client.session import EngineSession
 
 R = TypeVar("R", bound=RequestOutput)
@@ -64,7 +65,7 @@ class RequestStream:
     def __init__(
         self,
         session: EngineSession,
-        token_ids: Sequence[int] | None,
+        token_ids: Sequence[int] | LongPrompt | None,
         embeds: object,
         sampling: SamplingParams,
         options: RequestOptions,

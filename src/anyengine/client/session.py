@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import anyio
 import zmq
+from anyio.lowlevel import checkpoint
 
 from anyengine.client.admission import Admission, WhenFull
 from anyengine.client.belonging import Belonging
@@ -18,6 +19,7 @@ from anyengine.client.delivery import Delivery
 from anyengine.client.limits import Limits
 from anyengine.client.link import EngineLink
 from anyengine.client.output_relay import OutputRelay
+from anyengine.client.prompts import LongPrompt
 from anyengine.client.request_group import RequestGroup
 from anyengine.client.request_ids import RequestIds
 from anyengine.client.request_stream import RELEASE_LIMIT, RequestStream
@@ -70,6 +72,7 @@ class EngineSession:
         self.queue: OutputQueue = OutputQueue(self.wakeup_type)
         self.admission: Admission = Admission(max_requests, when_full, lambda: self.link.machine.held, self.turns)
         self.staging: anyio.CapacityLimiter = anyio.CapacityLimiter(4)
+        self.checking: anyio.Lock = anyio.Lock(fast_acquire=True)  # of long prompts, one at a time
         self.limits: Limits = Limits()
         self.relay: OutputRelay = OutputRelay()
         self.ending: bool = False  # the engine has ended; its last outputs are being read
@@ -173,19 +176,27 @@ class EngineSession:
     async def add(
         self,
         owner: RequestStream | OutputQueue,
-        token_ids: Sequence[int] | None,
+        token_ids: Sequence[int] | LongPrompt | None,
         embeds: Any,
         sampling: SamplingParams,
         options: RequestOptions,
         request_id: str | None,
     ) -> tuple[int, list[zmq.MessageTracker]]:
-        """Stage a request's large arrays, and send it as soon as the engine takes it; its handle and the trackers.
+        """Check a long prompt, stage a request's large arrays, and send it as soon as the engine takes it.
 
         Registering and sending is the last that happens: if this raises, nothing has been sent.
 
-        :raises RequestRefusedError: if a live request has the same id, or it cannot travel
+        :returns: its handle and the trackers
+        :raises TypeError: if a token of a long prompt is no integer
+        :raises RequestRefusedError: if one is not u32, a live request has the same id, or it cannot travel
         :raises Exception: as :meth:`admit`
         """
+        if isinstance(token_ids, LongPrompt):
+            # One at a time: the pieces of several in one turn of the loop would add up.
+            async with self.checking:
+                for _ in token_ids.check():
+                    await checkpoint()
+            token_ids = token_ids.token_ids
         leases: list[Lease] = []
         try:
             embeds, options = await self.admit(embeds, options, leases)

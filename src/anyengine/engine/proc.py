@@ -36,6 +36,10 @@ LOOK_INTERVAL = 0.00005
 """Seconds between two looks for messages while there is work: steps that take less do not look each time, for a message
 is longer on its way than that."""
 
+INTAKE = 0.005
+"""Seconds after which a step is made, if there is one to make, though more messages wait: many prompts, or long ones,
+may take an engine longer to take in than the outputs of those that run can wait."""
+
 STAY_AWAKE = 0.001
 """Seconds for which an engine without work looks for messages before it sleeps: to wake a thread on an idle processor
 takes longer than all the rest of a round trip, and a client that has just been answered often has the next thing to
@@ -184,9 +188,12 @@ class EngineCoreProc:
             self._figures.send(control)
 
     def _receive(self, control: SchedulerControl) -> None:
-        """Take in all that has come."""
+        """Take in all that has come, or as much of each client as there is time for between two steps."""
         for connection in tuple(self._clients.connections):
+            until = time.monotonic() + INTAKE
             while connection.has_input():
+                if time.monotonic() >= until and control.has_work():
+                    break
                 try:
                     event = connection.receive()
                     if event is not None:

@@ -30,6 +30,10 @@ from anyengine.errors import RequestRefusedError
 from anyengine.lengths import token_limit
 from anyengine.types import EngineInfo, FinishReason, TokenLogprobs
 
+LOOKED_THROUGH = 16 * 1024
+"""Tokens of a prompt that are looked through at a time; those of longer prompts in several steps, so that the others'
+outputs go on."""
+
 LoadFault = Literal["raise", "exit", "kill", "hang"]
 
 
@@ -41,6 +45,15 @@ class _Running:
     limit: int
     stop_token_ids: frozenset[int]
     logprobs: int | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Unchecked:
+    """A request whose prompt is looked through up to ``place``."""
+
+    request: _Running
+    prompt: Sequence[int]
+    place: int = 0
 
 
 class ScriptedEngine(FaultUtilities, RecordingUtilities):
@@ -78,6 +91,7 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
         self._script = None if script is None else list(script)
         self._load_seconds = load_seconds
         self._load_fault: LoadFault | None = load_fault
+        self._unchecked: deque[_Unchecked] = deque()
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}
         self._flood: _Flood | None = None
@@ -108,24 +122,34 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
         )
 
     def add_request(self, request: EngineRequest) -> None:
-        """:raises RequestRefusedError: if the prompt is not of token ids of the vocabulary, or is too long"""
+        """Queue a request. A long prompt is looked through in the steps that follow.
+
+        :raises RequestRefusedError: if the prompt is not of token ids of the vocabulary, or is too long
+        """
         prompt = request.prompt_token_ids
         if prompt is None:
             raise RequestRefusedError("the scripted engine takes prompt_token_ids, not prompt_embeds")
-        largest = max(prompt)
-        if largest >= self._vocab_size:
-            raise RequestRefusedError(f"prompt token id {largest} is not below vocab_size {self._vocab_size}")
         sampling = request.sampling
-        self._waiting.append(
-            _Running(
-                handle=request.handle,
-                next_token=(prompt[-1] + 1) % self._vocab_size,
-                generated=0,
-                limit=token_limit(sampling, len(prompt), self._max_model_len),
-                stop_token_ids=frozenset(sampling.stop_token_ids),
-                logprobs=sampling.logprobs,
-            )
+        running = _Running(
+            handle=request.handle,
+            next_token=(prompt[-1] + 1) % self._vocab_size,
+            generated=0,
+            limit=token_limit(sampling, len(prompt), self._max_model_len),
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            logprobs=sampling.logprobs,
         )
+        if len(prompt) > LOOKED_THROUGH:
+            self._unchecked.append(_Unchecked(running, prompt))
+            return
+        if (problem := self._problem(prompt)) is not None:
+            raise RequestRefusedError(problem)
+        self._waiting.append(running)
+
+    def _problem(self, tokens: Sequence[int]) -> str | None:
+        largest = max(tokens)
+        if largest < self._vocab_size:
+            return None
+        return f"prompt token id {largest} is not below vocab_size {self._vocab_size}"
 
     def abort_requests(self, handles: Sequence[int]) -> None:
         """Drop these requests."""
@@ -135,10 +159,12 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
             self._running.pop(handle, None)
         if any(waiting.handle in dropped for waiting in self._waiting):
             self._waiting = deque(waiting for waiting in self._waiting if waiting.handle not in dropped)
+        if self._unchecked:
+            self._unchecked = deque(one for one in self._unchecked if one.request.handle not in dropped)
 
     def has_work(self) -> bool:
         """Whether anything runs, waits, floods or is about to go wrong."""
-        return bool(self._running or self._waiting or self._flood or self._fault_is_due)
+        return bool(self._running or self._waiting or self._unchecked or self._flood or self._fault_is_due)
 
     def step(self) -> StepOutputs | None:
         """One token for every running request."""
@@ -152,6 +178,8 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
             return outputs
         if self._step_delay:
             time.sleep(self._step_delay)
+        if self._unchecked and (refused := self._look_through()) is not None:
+            return refused
         if self._waiting and len(self._running) < self._max_num_seqs:
             self._settle_plain_steps()
             while self._waiting and len(self._running) < self._max_num_seqs:
@@ -163,9 +191,23 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
 
     def statistics(self) -> Mapping[str, float]:
         """How many requests run and wait."""
-        return {"running": len(self._running), "waiting": len(self._waiting)}
+        return {"running": len(self._running), "waiting": len(self._waiting) + len(self._unchecked)}
 
     # ---- stepping ----
+
+    def _look_through(self) -> StepOutputs | None:
+        """Look through some of the oldest long prompt; the end of its request if it cannot be."""
+        one = self._unchecked[0]
+        problem = self._problem(one.prompt[one.place : one.place + LOOKED_THROUGH])
+        one.place += LOOKED_THROUGH
+        if problem is not None:
+            self._unchecked.popleft()
+            refused = OutputDetails(finish_reason="error", error=problem, error_kind="refused")
+            return from_rows([(one.request.handle, (), refused)])
+        if one.place >= len(one.prompt):
+            self._unchecked.popleft()
+            self._waiting.append(one.request)
+        return None
 
     def _plain_step(self) -> StepOutputs | None:
         """The next step if every request only counts on in it, without a wrap, stop, end or log-probability."""

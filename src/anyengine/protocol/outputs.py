@@ -160,18 +160,23 @@ def from_rows(rows: Iterable[tuple[int, Sequence[int], OutputDetails | None]]) -
 
 def u32_bytes(values: Sequence[int]) -> bytes:
     """A column of u32 as it travels."""
-    column = cast("array[int]", values)
-    if type(column) is not array or column.typecode != "I":
-        column = array("I", values)
-    return column.tobytes()
+    return _column_bytes("I", values)
+
+
+def _column_bytes(typecode: str, values: Sequence[int]) -> bytes:
+    column = cast("array[int] | memoryview", values)
+    if type(column) is array and column.typecode == typecode:
+        return column.tobytes()
+    if type(column) is memoryview and column.format == typecode:
+        # A view of all of a byte string is that string: a long prompt is not copied.
+        whole = column.obj
+        return whole if type(whole) is bytes and len(whole) == column.nbytes else column.tobytes()
+    return array(typecode, values).tobytes()
 
 
 def encode_column(typecode: str, values: Sequence[int], buffers: list[cbor.Buffer]) -> bytes | int:
     """A column of u32 (``"I"``) or u64 (``"Q"``) as bytes, or as the index of the buffer that now holds them."""
-    column = cast("array[int]", values)
-    if type(column) is not array or column.typecode != typecode:
-        column = array(typecode, values)
-    data = column.tobytes()
+    data = _column_bytes(typecode, values)
     if len(data) <= arrays.INLINE_LIMIT:
         return data
     buffers.append(data)

@@ -16,7 +16,7 @@ from anyengine.protocol.arrays import is_array
 from anyengine.protocol.cbor import Buffers as Buffers
 from anyengine.protocol.cbor import Frames as Frames
 from anyengine.protocol.checks import expect_array, expect_type, expect_u64
-from anyengine.protocol.outputs import decode_column, encode_column
+from anyengine.protocol.outputs import decode_column, encode_column, u32_bytes
 from anyengine.protocol.sampling import decode_options, decode_sampling, encode_options, encode_sampling
 
 ShutdownMode = Literal["abort", "drain"]
@@ -55,10 +55,8 @@ class Add(NamedTuple):
             tokens = encode_column("I", prompts[0], buffers)
         else:
             lengths = array("I", map(len, prompts)).tobytes()
-            joined = array("I")
-            for prompt in prompts:
-                joined.extend(prompt)
-            tokens = encode_column("I", joined, buffers)
+            joined = b"".join(map(u32_bytes, prompts))
+            tokens = encode_column("I", memoryview(joined).cast("I"), buffers)
         sampling = encode_sampling(self.sampling, buffers)
         body = [self.handle, lengths, tokens, embeds, sampling, encode_options(self.options, buffers)]
         return [self.KIND, cbor.encode_plain(body), *buffers]

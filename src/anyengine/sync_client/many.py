@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from anyengine.client.checks import check_prompt
+from anyengine.client.prompts import check_prompt
 from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.session import EngineSession
 from anyengine.errors import RequestError

@@ -15,11 +15,11 @@ from anyengine.client.checks import (
     check_count,
     check_handles,
     check_options,
-    check_prompt,
     check_sampling,
     check_seconds,
 )
 from anyengine.client.engine_client import EngineClient, session_of
+from anyengine.client.prompts import check_prompt
 from anyengine.client.request_group import IndexedResult, RequestGroup
 from anyengine.client.session import HEALTH_TIMEOUT
 from anyengine.client.waiters import without_rows

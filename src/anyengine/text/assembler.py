@@ -6,11 +6,11 @@ Like the protocol's machines this neither waits nor does I/O: the awaiting strea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from anyengine.errors import EngineError
 from anyengine.text.detokenizer import Detokenizer
-from anyengine.text.outputs import TextOutput, with_text
+from anyengine.text.outputs import TextOutput, pieces, with_text
 from anyengine.text.stop_strings import StopMatcher
 from anyengine.types import RequestOutput
 
@@ -32,6 +32,13 @@ class TextAssembler:
         """Whether the last output has come: nothing more of this request is wanted."""
         self.error: EngineError | None = None
         """What ended the request, while nobody has been told of it."""
+
+    def feed_in_pieces(self, output: RequestOutput) -> Iterator[TextOutput]:
+        """The output with its text, in pieces after each of which others may run; up to the last one."""
+        for piece in pieces(output):
+            yield self.feed(piece)
+            if self.ended:
+                return
 
     def feed(self, output: RequestOutput) -> TextOutput:
         """The output with its text. If it has a ``finish_reason``, it is the last one, whatever the engine does."""

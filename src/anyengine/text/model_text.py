@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from tokenizers import Tokenizer
 
 from anyengine.brief import brief
-from anyengine.client.checks import as_token_ids
 from anyengine.client.engine_client import EngineClient
+from anyengine.client.prompts import as_token_ids
 from anyengine.errors import ModelError, RequestRefusedError
 from anyengine.params import SamplingParams
 from anyengine.process.threads import run_in_thread

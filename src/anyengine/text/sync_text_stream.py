@@ -9,7 +9,7 @@ from anyengine.errors import EngineDeadError, EngineError
 from anyengine.sync_client.sync_engine_client import SyncEngineClient
 from anyengine.sync_client.sync_request_stream import SyncRequestStream
 from anyengine.text.assembler import TextAssembler
-from anyengine.text.outputs import TextCompletion, TextOutput, joined
+from anyengine.text.outputs import TextCompletion, TextOutput, joined, merged
 from anyengine.text.text_request import TextRequest
 
 
@@ -36,8 +36,8 @@ class SyncTextStream:
         """Encode the prompt and send the request. Errors as :meth:`TextStream.__aenter__`."""
         if self._running is not None:
             raise RuntimeError("a request can be sent once; call open_sync_stream again")
-        token_ids = self._request.encode()
-        stream = self._client.stream(token_ids, self._request.sampling, **self._request.client_options)
+        token_ids, prompt = self._request.encode_long()
+        stream = self._client.stream(prompt, self._request.sampling, **self._request.client_options)
         self.prompt_token_ids = token_ids
         self._running = stream, self._request.assembler(token_ids)
         stream.__enter__()
@@ -66,7 +66,7 @@ class SyncTextStream:
             if held_back is None:
                 raise
             return held_back
-        with_text = assembler.feed(output)
+        with_text = merged(list(assembler.feed_in_pieces(output)))
         if assembler.ended and output.finish_reason is None:
             stream.__exit__(None, None, None)
         return with_text
@@ -74,7 +74,7 @@ class SyncTextStream:
     def completion(self) -> TextCompletion:
         """Everything from here to the end of the request, in one piece. Errors as :meth:`TextStream.completion`."""
         stream, assembler = self._entered()
-        outputs = list(self) if self._request.stops_at_strings else [assembler.feed(stream.completion())]
+        outputs = list(self) if self._request.stops_at_strings else list(assembler.feed_in_pieces(stream.completion()))
         if not outputs:
             raise RuntimeError(f"request {self.request_id} has ended, and all of it has been read")
         return joined(outputs, self.prompt_token_ids)

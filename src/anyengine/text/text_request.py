@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 from anyengine.brief import brief
 from anyengine.client.checks import check_keywords
+from anyengine.client.prompts import LONG_PROMPT, PIECE, in_one_column
 from anyengine.errors import RequestRefusedError
 from anyengine.params import RequestKeywords, SamplingParams
 from anyengine.text.assembler import TextAssembler
@@ -94,9 +95,12 @@ class TextRequest:
         """Whether there are stop strings."""
         return bool(self._stop)
 
-    def characters(self) -> int:
-        """How much there is to encode."""
-        return _characters(self._prompt) + _characters(self._chat_options) if self._is_text else 0
+    @property
+    def is_short(self) -> bool:
+        """Whether an event loop has time to encode it."""
+        if self._is_text:
+            return _characters(self._prompt) + _characters(self._chat_options) <= ENCODED_IN_PLACE
+        return not _is_long(self._prompt)
 
     @property
     def _is_text(self) -> bool:
@@ -107,12 +111,19 @@ class TextRequest:
         if self._is_chat:
             return self._text.encode_chat(cast("Sequence[Mapping[str, Any]]", self._prompt), **self._chat_options)
         if not isinstance(self._prompt, str):
-            tolist = getattr(self._prompt, "tolist", None)
-            return cast("list[int]", tolist() if callable(tolist) else list(self._prompt))
+            return _listed(self._prompt)
         token_ids = self._text.encode(self._prompt)
         if not token_ids:
             raise RequestRefusedError(f"prompt={brief(self._prompt)}: expected text that has at least one token")
         return token_ids
+
+    def encode_long(self) -> tuple[list[int], Sequence[int]]:
+        """The tokens of the prompt, also as the client takes them without looking at each: for a worker thread.
+
+        Errors as :meth:`encode`, and of a long prompt as :meth:`EngineClient.open_request`.
+        """
+        token_ids = self.encode()
+        return token_ids, in_one_column(token_ids) if _is_long(token_ids) else token_ids
 
     def assembler(self, prompt_token_ids: Sequence[int]) -> TextAssembler:
         """What makes text of this request's outputs. An answer in a chat is a text of its own, all else goes on."""
@@ -123,6 +134,22 @@ class TextRequest:
             include_stop=self._include_stop,
             min_tokens=self.sampling.min_tokens,
         )
+
+
+def _is_long(prompt: Any) -> bool:
+    return isinstance(prompt, Sized) and getattr(prompt, "shape", None) != () and len(prompt) > LONG_PROMPT
+
+
+def _listed(prompt: Any) -> list[int]:
+    """Token ids as a list; those of a long array in pieces, between which other threads can run."""
+    if not callable(getattr(prompt, "tolist", None)):
+        return list(prompt)
+    if not _is_long(prompt):
+        return prompt.tolist()
+    token_ids: list[int] = []
+    for start in range(0, len(prompt), PIECE):
+        token_ids += prompt[start : start + PIECE].tolist()
+    return token_ids
 
 
 def _characters(value: object) -> int:

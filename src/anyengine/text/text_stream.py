@@ -6,15 +6,16 @@ from types import TracebackType
 from typing import Self
 
 from anyio import to_thread
-from anyio.lowlevel import checkpoint
+from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
 
 from anyengine.client.engine_client import EngineClient
 from anyengine.client.request_stream import RequestStream
 from anyengine.errors import EngineDeadError, EngineError
 from anyengine.process.threads import run_in_thread
 from anyengine.text.assembler import TextAssembler
-from anyengine.text.outputs import TextCompletion, TextOutput, joined
-from anyengine.text.text_request import ENCODED_IN_PLACE, TextRequest
+from anyengine.text.outputs import TextCompletion, TextOutput, joined, merged
+from anyengine.text.text_request import TextRequest
+from anyengine.types import RequestOutput
 
 
 class TextStream:
@@ -52,13 +53,15 @@ class TextStream:
         if self._sent:
             raise RuntimeError("a request can be sent once; call open_stream again")
         self._sent = True
-        if self._request.characters() <= ENCODED_IN_PLACE:
-            token_ids = self._request.encode()
+        if self._request.is_short:
+            prompt = token_ids = self._request.encode()
         else:
             # Who is cancelled does not wait for the thread: nobody needs its result then.
             async with to_thread.current_default_thread_limiter():
-                token_ids = await run_in_thread(self._request.encode, name="encode", abandon_on_cancel=True)
-        stream = self._client.open_request(token_ids, self._request.sampling, **self._request.client_options)
+                token_ids, prompt = await run_in_thread(
+                    self._request.encode_long, name="encode", abandon_on_cancel=True
+                )
+        stream = self._client.open_request(prompt, self._request.sampling, **self._request.client_options)
         self.prompt_token_ids = token_ids
         assembler = self._request.assembler(token_ids)
         await stream.__aenter__()
@@ -90,7 +93,7 @@ class TextStream:
             if held_back is None:
                 raise
             return held_back
-        with_text = assembler.feed(output)
+        with_text = await _feed(assembler, output)
         if assembler.ended and output.finish_reason is None:
             # A stop string. The abort is sent here, not only when the caller comes to the end of the block.
             await stream.__aexit__(None, None, None)
@@ -108,7 +111,7 @@ class TextStream:
         if self._request.stops_at_strings:
             outputs = [output async for output in self]
         else:  # then nobody has to look at the tokens before the end
-            outputs = [assembler.feed(await stream.completion())]
+            outputs = [await _feed(assembler, await stream.completion())]
         if not outputs:
             raise RuntimeError(f"request {self.request_id} has ended, and all of it has been read")
         return joined(outputs, self.prompt_token_ids)
@@ -117,3 +120,13 @@ class TextStream:
         if self._running is None:
             raise RuntimeError("enter the request first: async with text.open_stream(...) as stream")
         return self._running
+
+
+async def _feed(assembler: TextAssembler, output: RequestOutput) -> TextOutput:
+    """``output`` with its text. It is the caller's already, so that a cancellation meanwhile comes later."""
+    outputs: list[TextOutput] = []
+    for piece in assembler.feed_in_pieces(output):
+        if outputs:
+            await cancel_shielded_checkpoint()
+        outputs.append(piece)
+    return merged(outputs)

@@ -190,7 +190,8 @@ class TransformersEngine(WorkerUtilities):
         rows: list[tuple[int, list[int], OutputDetails | None]] = []
         for row, (chunk, token) in enumerate(zip(logits.sampled, tokens, strict=True)):
             request = chunk.request
-            request.tokens.append(token)
+            if token >= 0:
+                request.tokens.append(token)
             details = requests.details_of(request, token, logprobs.get(row), self._model.eos_token_ids)
             rows.append((request.handle, [token] if token >= 0 else [], details))
             if details is not None and details.finish_reason is not None:

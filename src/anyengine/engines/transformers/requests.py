@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from array import array
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from anyengine.engine.core import EngineRequest, OutputDetails
 from anyengine.engines.transformers.scheduler import Request
@@ -31,12 +34,14 @@ def accept(request: EngineRequest, info: EngineInfo, model: CausalModel, sampler
         names = ", ".join(f"SamplingParams.{name}" for name in sorted(unsupported))
         raise RequestRefusedError(f"the transformers engine does not support {names}")
     embeds = None if request.prompt_embeds is None else model.as_embeds(request.prompt_embeds)
-    tokens = [0] * len(embeds) if embeds is not None else list(request.prompt_token_ids or ())
+    tokens = _column(request.prompt_token_ids or ()) if embeds is None else array("I", bytes(4 * len(embeds)))
     length = len(tokens)
     if not tokens:
         raise RequestRefusedError("the prompt is empty")
-    if max(tokens) >= model.vocab_size:
-        raise RequestRefusedError(f"the prompt holds token {max(tokens)}: the model has {model.vocab_size} tokens")
+    ids = torch.frombuffer(bytearray(tokens), dtype=torch.uint32).long()
+    largest = int(ids.max())
+    if largest >= model.vocab_size:
+        raise RequestRefusedError(f"the prompt holds token {largest}: the model has {model.vocab_size} tokens")
     if params.prompt_logprobs is not None:
         if embeds is not None:
             raise RequestRefusedError("SamplingParams.prompt_logprobs: a prompt of embeddings has no tokens to score")
@@ -51,17 +56,26 @@ def accept(request: EngineRequest, info: EngineInfo, model: CausalModel, sampler
         tokens=tokens,
         prompt_length=length,
         limit=length + token_limit(params, length, info.max_model_len),
-        sampling=sampler.start(params, tokens if embeds is None else ()),
+        sampling=sampler.start(params, ids if embeds is None else ids[:0]),
         embeds=embeds,
         prompt_logprobs=None if params.prompt_logprobs is None else [{}],
     )
+
+
+def _column(token_ids: Sequence[int]) -> array[int]:
+    """A copy of token ids; what came by the wire is not looked at one by one, for a prompt may be long."""
+    if not isinstance(token_ids, memoryview):
+        return array("I", token_ids)
+    column = array("I")
+    column.frombytes(token_ids.cast("B"))
+    return column
 
 
 def score_prompt(prompt: PromptLogits, sampler: Sampler) -> None:
     """Add what a step computed of a prompt to what is known of it."""
     request = prompt.request
     assert request.prompt_logprobs is not None
-    tokens = request.tokens[prompt.position : prompt.position + len(prompt.logits)]
+    tokens = list(request.tokens[prompt.position : prompt.position + len(prompt.logits)])
     count: int = request.sampling.params.prompt_logprobs
     request.prompt_logprobs += sampler.score(prompt.logits, tokens, count)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 from anyengine.types import TokenLogprobs
@@ -52,7 +52,7 @@ class Request:
     """
 
     handle: int
-    tokens: list[int]
+    tokens: MutableSequence[int]
     prompt_length: int
     limit: int
     sampling: Any
