@@ -38,6 +38,7 @@ lint: setup
 bench: setup
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.busy_neighbour
+	$(BIN)/python -m benchmarks.long_prompts
 
 setup-vllm: $(VLLM_STAMP)
 

@@ -39,6 +39,12 @@ def test_the_benchmark_beside_a_busy_process(tmp_path: Path) -> None:
     assert "beside a busy process, 16 requests" in result
 
 
+def test_the_benchmark_of_long_prompts(tmp_path: Path) -> None:
+    result = run(tmp_path, "-m", "benchmarks.long_prompts", "--rounds", "1", "--tokens", "50000")
+    assert "a prompt of 50,000 tokens on trio" in result
+    assert "longest wait for a neighbour's output" in result
+
+
 def run(directory: Path, *arguments: str) -> str:
     """What a program of Python's printed that ran to its end."""
     command = [sys.executable, *arguments]

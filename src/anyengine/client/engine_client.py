@@ -106,7 +106,8 @@ class EngineClient(EngineUtilities):
     ) -> RequestStream:
         """One request, as an async context manager that iterates over its outputs.
 
-        :param prompt_token_ids: the prompt as token ids (u32)
+        :param prompt_token_ids: the prompt as token ids (u32); the call copies it. If there are more than 16,384, they
+            are checked when the request is entered, while other tasks run, and that raises what is wrong with one
         :param prompt_embeds: the prompt as a torch tensor or numpy array of shape [tokens, hidden size] instead. It may
             be changed once the request is entered; only a tensor in torch's shared memory, of which no copy is made,
             must stay as it is until the request has ended

@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from anyengine.engine.core import EngineRequest, OutputDetails
 from anyengine.engines.transformers.scheduler import Request
 from anyengine.errors import RequestRefusedError
@@ -38,6 +36,8 @@ def accept(request: EngineRequest, info: EngineInfo, model: CausalModel, sampler
     length = len(tokens)
     if not tokens:
         raise RequestRefusedError("the prompt is empty")
+    import torch  # a process that only names this engine need not load it
+
     ids = torch.frombuffer(bytearray(tokens), dtype=torch.uint32).long()
     largest = int(ids.max())
     if largest >= model.vocab_size:

@@ -59,10 +59,10 @@ class Sampler:
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def start(self, params: SamplingParams, prompt: torch.Tensor) -> SamplingState:
+    def start(self, params: SamplingParams, prompt: Sequence[int] | torch.Tensor) -> SamplingState:
         """The state of a new request.
 
-        :param prompt: the ids of its tokens, on the host
+        :param prompt: the ids of its tokens; a tensor if they may be many
         :raises RequestRefusedError: if a parameter names a token that the model does not have, or all tokens are
             forbidden
         """
@@ -89,7 +89,7 @@ class Sampler:
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
             state.counts = torch.zeros(self._vocab_size, device=self._device)
             state.prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            state.prompt[prompt.to(self._device)] = True
+            state.prompt[torch.as_tensor(prompt, dtype=torch.long, device=self._device)] = True
         return state
 
     def _check_allowed(self, params: SamplingParams, stops: set[int]) -> None:
