@@ -19,7 +19,7 @@ MESSAGES_PER_KIND = 12
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Direction, list[bytes]]]]:
     recorded: list[tuple[Direction, list[bytes]]] = []
     seen: dict[tuple[Direction, bytes], int] = {}
-    receive, send = anyengine.frames.receive_nowait, anyengine.frames.send_tracked
+    receive = anyengine.frames.receive_nowait
 
     def record(direction: Direction, message: list[Any]) -> None:
         kind = direction, bytes(message[0])
@@ -33,12 +33,17 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Direction, l
             record("to_client", message[1:] if routed else message)
         return message
 
-    def recording_send(socket: Any, message: Any) -> Any:
-        record("to_engine", message[1:])
-        return send(socket, message)
+    def recording(send: Any) -> Any:
+        def recording_send(socket: Any, message: Any) -> Any:
+            if socket.type == zmq.ROUTER:  # an engine in a thread sends by the same functions
+                record("to_engine", message[1:])
+            return send(socket, message)
+
+        return recording_send
 
     monkeypatch.setattr(anyengine.frames, "receive_nowait", recording_receive)
-    monkeypatch.setattr(anyengine.frames, "send_tracked", recording_send)
+    for name in ("send_copied", "send_tracked"):
+        monkeypatch.setattr(anyengine.frames, name, recording(getattr(anyengine.frames, name)))
     yield recorded
     for direction, message in recorded:
         validate_message(message, direction)
