@@ -69,10 +69,10 @@ class SamplingParams:
     """How one request is sampled, by the field's standard names (those of vLLM's and OpenAI's APIs).
 
     ``temperature=0`` is greedy; other temperatures and ``repetition_penalty`` are 1e-10 to 1e10, a ``logit_bias`` -1e10
-    to 1e10. ``top_k=0`` means all tokens; ``logprobs=k`` asks for the sampled token's and the k
-    best log-probabilities of each step, ``prompt_logprobs`` likewise for the prompt. ``extra`` holds an engine's own
-    options and is open. An engine lists at READY what it supports, and anything else that differs from its default is
-    refused by name at the call.
+    to 1e10. ``top_k=0`` means all tokens; ``logprobs=k`` asks for the sampled token's and the k best log-probabilities
+    of each step, ``prompt_logprobs`` likewise for the prompt. k is at most the engine's ``max_logprobs``, and -1 stands
+    for the size of its vocabulary. ``extra`` holds an engine's own options and is open. An engine lists at READY what
+    it supports, and anything else that differs from its default is refused by name at the call.
 
     :raises TypeError: if there is no such field, or one has the wrong type
     :raises RequestRefusedError: if a value is out of its range
@@ -344,8 +344,8 @@ _SAMPLING_CHECKS: Mapping[str, _Check] = {
     "seed": _integer(-(2**63), 2**63 - 1),
     "stop_token_ids": _tokens,
     "ignore_eos": _boolean,
-    "logprobs": _integer(0, U32_MAX),
-    "prompt_logprobs": _integer(0, U32_MAX),
+    "logprobs": _integer(-1, U32_MAX),
+    "prompt_logprobs": _integer(-1, U32_MAX),
     "presence_penalty": _number(-2.0, 2.0),
     "frequency_penalty": _number(-2.0, 2.0),
     "repetition_penalty": _factor,

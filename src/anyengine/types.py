@@ -82,7 +82,8 @@ class EngineInfo:
     ``max_model_len`` counts prompt and completion tokens together. ``sampling_parameters`` names the
     :class:`SamplingParams` fields that the engine honours, ``utilities`` the methods that ``call_utility`` reaches.
     ``request_options`` names the :class:`RequestKeywords` that it honours.
-    ``prompt_embeds`` tells whether a prompt may come as embeddings. Sizes of the KV cache are in blocks and tokens.
+    ``prompt_embeds`` tells whether a prompt may come as embeddings. ``max_logprobs`` is how many log-probabilities a
+    request may ask for at each token, -1 as many as the vocabulary has. Sizes of the KV cache are in blocks and tokens.
     ``data_parallel_rank`` is this engine's number among ``data_parallel_size`` that share the requests out.
     """
 
@@ -102,6 +103,7 @@ class EngineInfo:
     sampling_parameters: Sequence[str] = ("max_tokens",)
     request_options: Sequence[str] = ()
     prompt_embeds: bool = False
+    max_logprobs: int = 20
     utilities: Sequence[str] = ()
 
 

@@ -55,6 +55,55 @@ async def test_generate_is_the_stream_in_one_piece(open_client: Opener) -> None:
         await eventually(lambda: nothing_is_left(client))
 
 
+# ---- log-probabilities ----
+
+
+async def test_too_many_log_probabilities_are_refused_at_the_call(open_client: Opener) -> None:
+    params = SamplingParams(max_tokens=2, logprobs=1_000_000)
+    refused = "logprobs=1000000: expected at most 20, which is the max_logprobs of engine 'scripted'; start it with"
+    async with open_client() as client:
+        assert client.info.max_logprobs == 20
+        with pytest.raises(RequestRefusedError, match=refused):
+            async with client.open_request([7], params):
+                pass
+        for call in (client.generate, client.add_request):
+            with pytest.raises(RequestRefusedError, match=refused):
+                await call([7], params)
+            with pytest.raises(RequestRefusedError, match=r"logprobs=-1: expected at most 20"):
+                await call([7], SamplingParams(max_tokens=2, logprobs=-1))
+        completion = await client.generate([7], SamplingParams(max_tokens=2, logprobs=20))
+        assert completion.logprobs is not None
+        assert completion.token_ids == [8, 9] == [next(iter(position)) for position in completion.logprobs]
+        await eventually(lambda: nothing_is_left(client))
+
+
+async def test_an_engine_without_a_limit_gives_all_log_probabilities(open_client: Opener) -> None:
+    async with open_client({"max_logprobs": -1, "vocab_size": 300}) as client:
+        for wanted in (-1, 300):
+            completion = await client.generate([7], SamplingParams(max_tokens=2, logprobs=wanted))
+            assert completion.logprobs is not None
+            assert [sorted(position) for position in completion.logprobs] == [list(range(300))] * 2
+        with pytest.raises(
+            RequestRefusedError, match="logprobs=301: expected at most 300, the tokens of the vocabulary"
+        ):
+            await client.generate([7], SamplingParams(max_tokens=2, logprobs=301))
+
+
+async def test_the_engine_refuses_too_many_log_probabilities_by_itself(
+    open_client: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may have no such check; other requests go on."""
+    monkeypatch.setattr("anyengine.client.checks.within_max_logprobs", lambda sampling, info: sampling)
+    async with open_client({"step_delay": 0.005}) as client, client.open_request([7], FOREVER) as other:
+        first = await anext(other)
+        for wanted in (21, 2**32 - 1, -1):
+            with pytest.raises(RequestRefusedError, match=rf"SamplingParams\.logprobs={wanted}: expected at most 20"):
+                await client.generate([7], SamplingParams(max_tokens=2, logprobs=wanted))
+        more = await anext(other)
+        assert first.token_ids + more.token_ids == list(range(8, 8 + len(first.token_ids + more.token_ids)))
+        assert more.finish_reason is None
+
+
 async def test_the_rest_of_a_stream_in_one_piece(open_client: Opener) -> None:
     async with open_client({"step_delay": 0.005}) as client:
         async with client.open_request([7], SamplingParams(max_tokens=30)) as request:

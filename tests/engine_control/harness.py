@@ -48,13 +48,13 @@ class Runner:
         self.live.remove(handle)
         self.sent.append((handle, 0, reason))
 
-    def add(self, handle: int, *, max_tokens: int = 4, prompt: int = 0) -> None:
+    def add(self, handle: int, *, max_tokens: int = 4, prompt: int = 0, logprobs: int | None = None) -> None:
         self.live.add(handle)
         request = EngineRequest(
             handle=handle,
             prompt_token_ids=[prompt],
             prompt_embeds=None,
-            sampling=SamplingParams(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
         )
         try:
             self.control.add_request(request)

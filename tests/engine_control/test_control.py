@@ -122,6 +122,18 @@ def test_a_held_request_that_the_engine_refuses_fails_alone(engine: SpiedEngine,
     assert runner.last_rows() == {1: "error", 2: "length"}
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_too_many_log_probabilities_do_not_reach_the_engine(engine: SpiedEngine, runner: Runner, paused: bool) -> None:
+    if paused:
+        runner.call("pause_scheduler", "keep")
+    for handle, logprobs in enumerate((20, 21, 2**32 - 1, -1, None)):
+        runner.add(handle, logprobs=logprobs)
+    assert runner.last_rows() == {1: "error", 2: "error", 3: "error"}
+    if paused:
+        runner.call("resume_scheduler")
+    assert engine.taken == [0, 4]
+
+
 # ---- one pause after another ----
 
 

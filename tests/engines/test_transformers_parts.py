@@ -398,6 +398,8 @@ class TestConversion:
         ({"block_size": 1.5}, TypeError, r"block_size=1\.5"),
         ({"kv_cache_bytes": "1G"}, TypeError, "kv_cache_bytes='1G'"),
         ({"seed": None}, TypeError, "seed=None"),
+        ({"max_logprobs": -2}, ValueError, "max_logprobs=-2: expected at least -1"),
+        ({"max_logprobs": None}, TypeError, "max_logprobs=None"),
         ({"num_threads": 0}, ValueError, "num_threads=0"),
     ],
 )

@@ -146,8 +146,8 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         "seed": st.integers(-(2**63), 2**63 - 1),
         "stop_token_ids": tokens | tokens.map(tuple),
         "ignore_eos": st.booleans(),
-        "logprobs": u32,
-        "prompt_logprobs": u32,
+        "logprobs": st.integers(-1, 2**32 - 1),
+        "prompt_logprobs": st.integers(-1, 2**32 - 1),
         "presence_penalty": st.floats(-2, 2),
         "frequency_penalty": st.floats(-2, 2) | st.integers(-2, 2),
         "repetition_penalty": st.floats(1e-10, 1e10),
@@ -256,6 +256,7 @@ infos = st.builds(
     sampling_parameters=st.lists(names, max_size=3).map(tuple),
     request_options=st.lists(names, max_size=3),
     prompt_embeds=st.booleans(),
+    max_logprobs=st.just(-1) | u64,
     utilities=st.lists(names, max_size=3),
 )
 readies = st.builds(Ready, infos)

@@ -207,6 +207,8 @@ def test_an_engine_that_describes_itself_by_the_essential_gets_the_defaults() ->
         ("supported_tasks", ["generate", 5]),
         ("utilities", {"sleep"}),
         ("prompt_embeds", 1),
+        ("max_logprobs", -2),
+        ("max_logprobs", None),
     ],
 )
 def test_an_engine_that_describes_itself_wrongly_is_told_so_before_its_client_waits(field: str, value: Any) -> None:

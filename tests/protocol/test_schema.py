@@ -130,6 +130,7 @@ WRONG: list[tuple[str, Any]] = [
     ("ready", {"engine": "a", "version": "1", "max_model_len": -5}),
     ("ready", {"engine": "a", "version": "1", "max_model_len": 5, "utilities": [1]}),
     ("ready", {"engine": "a", "version": "1", "max_model_len": 5, "prompt_embeds": 1}),
+    ("ready", {"engine": "a", "version": "1", "max_model_len": 5, "max_logprobs": -2}),
     ("outputs", [1, 1, 1, b"", None, b"", {"0": {}}]),
     ("outputs", [1, 1, 1, b"", None, b"", {0: {"finish_reason": "finished"}}]),
     ("outputs", [1, 1, 1, b"", None, b"", {0: {"stop_reason": 1.5}}]),

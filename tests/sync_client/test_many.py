@@ -122,6 +122,8 @@ def test_bad_input_is_refused_at_the_call(open_scripted: Opener) -> None:
             client.generate_many([[1]], {"max_tokens": 3})  # type: ignore[arg-type]
         with pytest.raises(RequestRefusedError, match="top_p"):
             client.generate_many([[1]], SamplingParams(top_p=0.5))
+        with pytest.raises(RequestRefusedError, match="logprobs=21: expected at most 20"):
+            client.generate_many([[1]], SamplingParams(logprobs=21))
         with pytest.raises(TypeError, match="tokenize it first"):
             list(client.generate_many(["text"]))  # type: ignore[list-item]
         assert nothing_runs(client)

@@ -48,6 +48,7 @@ async def test_what_it_says_of_itself(address: str) -> None:
         assert info.kv_cache_size_tokens == info.num_gpu_blocks * info.block_size
         assert info.supported_tasks == ["generate"] == await client.get_supported_tasks()
         assert not info.prompt_embeds
+        assert info.max_logprobs == 20
 
 
 async def test_log_probabilities(address: str) -> None:
@@ -149,7 +150,8 @@ async def test_structured_outputs(address: str, directory: Path, shape: Structur
     [
         ([1] * 256, {}, "256"),
         ([1, 49152], {}, "49152"),
-        ([1], {"logprobs": 1000}, "logprobs"),
+        ([1], {"logprobs": 21}, "logprobs=21: expected at most 20, which is the max_logprobs of engine 'vllm'"),
+        ([1], {"prompt_logprobs": -1}, "prompt_logprobs=-1: expected at most 20"),
         ([1], {"allowed_token_ids": [60000]}, "allowed_token_ids"),
         ([1], {"logit_bias": {60000: 1.0}}, "logit_bias"),
         ([1], {"structured_outputs": StructuredOutputs(json="{nothing")}, "JSON"),
@@ -316,8 +318,16 @@ async def test_embeddings_and_adapters(directory: Path, tmp_path: Path, traces: 
         table = weights.get_tensor("model.embed_tokens.weight")
     adapter = write_adapter(tmp_path / "adapter")
     arguments = {"enable_prompt_embeds": True, "enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    arguments["max_logprobs"] = -1
     async with open_engine_client(setups.spec(**arguments), launcher=traces.launcher()) as client:
         assert client.info.prompt_embeds
+        assert client.info.max_logprobs == -1
+        everything = await client.generate(PROMPT, SamplingParams(max_tokens=2, logprobs=-1, prompt_logprobs=-1))
+        assert everything.logprobs is not None and everything.prompt_logprobs is not None
+        assert [len(position) for position in everything.logprobs] == [49152] * 2
+        assert [len(position) for position in everything.prompt_logprobs] == [0] + [49152] * 4
+        with pytest.raises(RequestRefusedError, match="logprobs=49153: expected at most 49152"):
+            await client.generate(PROMPT, SamplingParams(max_tokens=2, logprobs=49153))
         expected = await client.generate(PROMPT, SamplingParams(**GREEDY))
         embeds = table[PROMPT].float()
         for given in (embeds, embeds.numpy(), table[PROMPT]):

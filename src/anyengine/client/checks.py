@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from anyengine.brief import brief
 from anyengine.errors import RequestRefusedError
+from anyengine.logprob_limits import within_max_logprobs
 from anyengine.multimodal import MultiModalFeature, check_places
 from anyengine.params import PoolingParams, RequestKeywords, RequestOptions, SamplingParams
 from anyengine.protocol.sampling import NO_OPTIONS
@@ -18,7 +19,8 @@ def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
     """``sampling`` itself.
 
     :raises TypeError: if it is not SamplingParams
-    :raises RequestRefusedError: if it asks for something that the engine does not support; the message names it
+    :raises RequestRefusedError: if it asks for something that the engine does not support, or for more
+        log-probabilities than it allows; the message names it
     """
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling_params={brief(sampling)} ({type(sampling).__name__}): expected a SamplingParams")
@@ -29,6 +31,7 @@ def check_sampling(sampling: object, info: EngineInfo) -> SamplingParams:
                 f"SamplingParams.{name}={brief(value)}: engine {info.engine!r} does not support it; it supports "
                 f"{supported}"
             )
+    within_max_logprobs(sampling, info)
     return sampling
 
 

@@ -18,6 +18,7 @@ from anyengine.engine.core import Deferred, EngineCore, EngineRequest, StepOutpu
 from anyengine.engine.failures import message_of, name_of
 from anyengine.engine.sleeping import Sleep
 from anyengine.lengths import token_limit
+from anyengine.logprob_limits import within_max_logprobs
 from anyengine.types import EngineInfo
 from anyengine.utilities import PauseMode
 
@@ -105,11 +106,11 @@ class SchedulerControl:
     def add_request(self, request: EngineRequest) -> None:
         """Hand a live request to the engine, or hold it while the engine is paused.
 
-        :raises RequestRefusedError: if the model's length has no room for it
+        :raises RequestRefusedError: if the model's length has no room for it, or it asks for too many log-probabilities
         :raises Exception: what the engine's ``add_request`` raised; that request is refused
         """
         if request.pooling is None:
-            request = _with_max_tokens(request, self.info.max_model_len)
+            request = _within_limits(request, self.info)
         if self.state is SchedulerState.RUNNING:
             self.core.add_request(request)
         else:
@@ -329,10 +330,11 @@ def _has_no_work() -> bool:
     return False
 
 
-def _with_max_tokens(request: EngineRequest, max_model_len: int) -> EngineRequest:
-    tokens, sampling = request.prompt_token_ids, request.sampling
+def _within_limits(request: EngineRequest, info: EngineInfo) -> EngineRequest:
+    tokens = request.prompt_token_ids
+    sampling = within_max_logprobs(request.sampling, info)
     length = request.prompt_embeds.shape[0] if tokens is None else len(tokens)
-    limit = token_limit(sampling, length, max_model_len)
-    if sampling.max_tokens is not None:
-        return request
-    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=limit))
+    limit = token_limit(sampling, length, info.max_model_len)
+    if sampling.max_tokens is None:
+        sampling = dataclasses.replace(sampling, max_tokens=limit)
+    return request if sampling is request.sampling else dataclasses.replace(request, sampling=sampling)

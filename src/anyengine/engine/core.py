@@ -53,8 +53,9 @@ class EngineRequest:
     Embeddings are a torch tensor or a numpy array if the engine has loaded that library, else a ``WireArray``, and so
     are arrays in ``features``, each of which has its place among the token ids. With ``pooling`` the one output is to
     hold the pooled vector or scores in place of tokens; otherwise ``sampling.max_tokens`` is a number that fits beside
-    the prompt into the model's length. What an engine does not list in its :class:`EngineInfo` does not come; clients
-    refuse it.
+    the prompt into the model's length, and ``logprobs`` and ``prompt_logprobs`` are numbers that the engine's
+    ``max_logprobs`` allows (-1 has become the size of the vocabulary). What an engine does not list in its
+    :class:`EngineInfo` does not come; clients refuse it.
     """
 
     handle: int

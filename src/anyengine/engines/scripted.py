@@ -63,6 +63,7 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
     :param max_num_seqs: requests that run at a time; others wait
     :param vocab_size: counting wraps around here; prompt tokens must be below
     :param max_model_len: prompt and completion tokens together; by default no request is too long
+    :param max_logprobs: log-probabilities that a request may ask for at each token; -1: as many as the vocabulary has
     :param script: tokens that every request gets instead of counting; its end is a stop
     :param load_seconds: how long loading takes, with a progress report at each tenth
     :param load_fault: what goes wrong halfway through loading: an exception, ``os._exit(3)``, SIGKILL, or nothing more
@@ -76,6 +77,7 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
         max_num_seqs: int = 1024,
         vocab_size: int = 32_000,
         max_model_len: int = 2**33,
+        max_logprobs: int = 20,
         script: Sequence[int] | None = None,
         load_seconds: float = 0.0,
         load_fault: LoadFault | None = None,
@@ -88,6 +90,7 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._max_logprobs = max_logprobs
         self._script = None if script is None else list(script)
         self._load_seconds = load_seconds
         self._load_fault: LoadFault | None = load_fault
@@ -119,6 +122,7 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
             sampling_parameters=("max_tokens", "stop_token_ids", "logprobs", "temperature", "seed"),
+            max_logprobs=self._max_logprobs,
         )
 
     def add_request(self, request: EngineRequest) -> None:
@@ -272,7 +276,8 @@ class ScriptedEngine(FaultUtilities, RecordingUtilities):
 
     def _logprobs(self, token: int, best: int) -> TokenLogprobs:
         """The sampled token has half of the probability, the next best half of what is left, and so on."""
-        return {(token + place) % self._vocab_size: -(place + 1) * math.log(2) for place in range(best + 1)}
+        places = range(min(best + 1, self._vocab_size))
+        return {(token + place) % self._vocab_size: -(place + 1) * math.log(2) for place in places}
 
     # ---- utilities ----
 

@@ -105,13 +105,17 @@ _INFO_TYPES: dict[str, tuple[type, ...]] = {
     "sampling_parameters": (list,),
     "request_options": (list,),
     "prompt_embeds": (bool,),
+    "max_logprobs": (int,),
     "utilities": (list,),
 }
+_LEAST = {"max_logprobs": -1}
 
 
 def _problem(name: str, value: object) -> str | None:
     """What is wrong with a field of READY as it travels, if something is."""
-    if type(value) not in _INFO_TYPES[name] or (type(value) is int and value < 0):
+    if type(value) is int and value < (least := _LEAST.get(name, 0)):
+        return f"{brief(value)} is below {least}"
+    if type(value) not in _INFO_TYPES[name]:
         return f"{brief(value)} is not {' or '.join(kind.__name__ for kind in _INFO_TYPES[name])}"
     if type(value) is str and len(value) > NAME_LIMIT:
         return f"{brief(value)} has more than {NAME_LIMIT} characters"

@@ -37,6 +37,7 @@ class EngineArguments:
     max_num_batched_tokens: int | None
     block_size: int
     kv_cache_bytes: int | None
+    max_logprobs: int
     seed: int
     num_threads: int | None
     profile_dir: str | None
@@ -49,6 +50,7 @@ class EngineArguments:
         self._check_model()
         self._check_integer("max_num_seqs", 1)
         self._check_integer("block_size", 1)
+        self._check_integer("max_logprobs", -1)
         self._check_integer("seed", -(2**63))
         for name, least in (
             ("max_model_len", 2), ("max_num_batched_tokens", 1), ("kv_cache_bytes", 1), ("num_threads", 1),

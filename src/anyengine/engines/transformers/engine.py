@@ -33,7 +33,8 @@ class TransformersEngine(WorkerUtilities):
     run at once, with ``max_num_batched_tokens`` tokens in a step at most (by default 256 on the CPU, where a longer
     step brings nothing and makes the others wait, and 2048 on CUDA). The KV cache has blocks of ``block_size``
     tokens and takes ``kv_cache_bytes``; the default is 1 GiB (on CUDA nine tenths of what is free), but no more than
-    ``max_num_seqs`` requests of full length can use. ``seed`` seeds the requests that have no seed of their own, and
+    ``max_num_seqs`` requests of full length can use. A request may ask for ``max_logprobs`` log-probabilities at each
+    token, -1 being as many as the vocabulary has. ``seed`` seeds the requests that have no seed of their own, and
     ``num_threads`` is the number of CPU threads. None is one for each core that the process's affinity and the CPU
     quotas of its cgroups allow, and fewer while other processes use the cores: torch's threads wait for each other by
     spinning, and one that has lost its core stalls the others. Where the engine shares its process, or the
@@ -56,6 +57,7 @@ class TransformersEngine(WorkerUtilities):
         max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         kv_cache_bytes: int | None = None,
+        max_logprobs: int = 20,
         seed: int = 0,
         num_threads: int | None = None,
         profile_dir: str | None = None,
@@ -69,6 +71,7 @@ class TransformersEngine(WorkerUtilities):
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             kv_cache_bytes=kv_cache_bytes,
+            max_logprobs=max_logprobs,
             seed=seed,
             num_threads=num_threads,
             profile_dir=profile_dir,
@@ -140,6 +143,7 @@ class TransformersEngine(WorkerUtilities):
             sampling_parameters=sampler.PARAMETERS,
             supported_tasks=("generate",),
             prompt_embeds=True,
+            max_logprobs=arguments.max_logprobs,
         )
         progress("allocating KV cache", 1.0)
         progress("warming up", 0.0)

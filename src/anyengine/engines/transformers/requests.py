@@ -46,7 +46,7 @@ def accept(request: EngineRequest, info: EngineInfo, model: CausalModel, sampler
         if embeds is not None:
             raise RequestRefusedError("SamplingParams.prompt_logprobs: a prompt of embeddings has no tokens to score")
         most = _MAX_PROMPT_LOGPROBS // length
-        if min(params.prompt_logprobs, model.vocab_size) > most:
+        if params.prompt_logprobs > most:
             raise RequestRefusedError(
                 f"SamplingParams.prompt_logprobs={params.prompt_logprobs}: expected at most {most} for a prompt of "
                 f"{length} tokens"

@@ -129,6 +129,7 @@ class VllmCore:
             ),
             request_options=self._request_options(),
             prompt_embeds=model.enable_prompt_embeds,
+            max_logprobs=model.max_logprobs,
         )
 
     def _request_options(self) -> Sequence[str]:
