@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -71,8 +70,7 @@ class FreeCores:
 def _allowed() -> set[int]:
     """The numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        with contextlib.suppress(OSError):  # a sandbox refuses it
-            return os.sched_getaffinity(0)
+        return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
