@@ -185,12 +185,12 @@ async def test_a_request_whose_check_was_cancelled_can_be_entered_again(client: 
 
 async def test_nobody_waits_until_the_bytes_of_a_prompt_have_been_read() -> None:
     """Nobody can change them."""
-    async with open_engine_client(scripted_spec(vocab_size=101), transport="tcp") as client:
+    async with open_engine_client(scripted_spec(vocab_size=101)) as client:
         pid = client.health().pid
         os.kill(pid, signal.SIGSTOP)
         try:
             with anyio.fail_after(BUSY):
-                async with client.open_request(TOKENS * 100, ONE_TOKEN):
+                async with client.open_request(array("I", TOKENS) * 50, ONE_TOKEN):
                     assert client.statistics().tracked_buffers == 0
                     os.kill(pid, signal.SIGCONT)
         finally:
