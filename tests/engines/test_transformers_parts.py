@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 import torch
 import transformers
 
-from anyengine.engine.core import EngineRequest
+from anyengine.engine.core import EngineRequest, OutputDetails
 from anyengine.engines.transformers import TransformersEngine, checkpoint, default_model
+from anyengine.engines.transformers.requests import details_of
 from anyengine.engines.transformers.sampler import Sampler
 from anyengine.engines.transformers.scheduler import BlockPool, Request, Scheduler
 from anyengine.errors import RequestRefusedError
@@ -381,6 +383,18 @@ class TestConversion:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", "/home/somebody")
         assert checkpoint.cache_directory() == Path("/home/somebody/.cache/anyengine")
+
+
+def test_a_token_costs_the_same_however_many_stop_tokens_there_are() -> None:
+    sampler = Sampler(100, (0,), torch.device("cpu"), 0)
+    seconds: list[float] = []
+    for count in (1, 500_000):
+        state = sampler.start(SamplingParams(max_tokens=8, stop_token_ids=[7] * count), [1])
+        request = Request(handle=1, tokens=[1], prompt_length=1, limit=9, sampling=state)
+        assert details_of(request, 7, None, (0,)) == OutputDetails(finish_reason="stop", stop_reason=7)
+        assert details_of(request, 5, None, (0,)) is None
+        seconds.append(min(timeit.repeat(lambda: details_of(request, 5, None, (0,)), number=10)))  # noqa: B023
+    assert seconds[1] < 50 * seconds[0]  # a look at each of them would cost some thousand times as much
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def _ending(
         return "error", None, "no token can be sampled: the model's logits are not finite numbers"
     if token in eos_token_ids and not params.ignore_eos:
         return "stop", None, None
-    if token in params.stop_token_ids:
+    if token in request.sampling.stop_token_ids:
         return "stop", token, None
     if len(request.tokens) >= request.limit:
         return "length", None, None

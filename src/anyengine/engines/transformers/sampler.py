@@ -41,6 +41,7 @@ class SamplingState:
 
     params: SamplingParams
     greedy: bool
+    stop_token_ids: frozenset[int]  # looked up at each token, however many there are
     generated: int = 0
     generator: torch.Generator | None = None
     bias: torch.Tensor | None = None
@@ -75,7 +76,11 @@ class Sampler:
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         self._check_allowed(params, stops)
         # With one candidate left the rest of the parameters decide nothing, and this way ties end as in greedy.
-        state = SamplingState(params=params, greedy=params.temperature == 0 or params.top_k == 1)
+        state = SamplingState(
+            params=params,
+            greedy=params.temperature == 0 or params.top_k == 1,
+            stop_token_ids=frozenset(params.stop_token_ids),
+        )
         if params.seed is not None and not state.greedy:
             state.generator = torch.Generator(self._device).manual_seed(params.seed)
         if params.allowed_token_ids is not None:
