@@ -25,8 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/anyengine generate default "Write two sentences about the sea." --chat --max-tokens 80
 
+# Two files of tests at a time, each on one processor: most of a test is waiting, for processes to start and to end.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

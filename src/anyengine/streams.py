@@ -28,10 +28,11 @@ def has_room(stream: object, seconds: float) -> bool:
         return True
 
 
-def write_stderr(text: str, is_wanted: Callable[[], bool]) -> int:
+def write_stderr(text: str, is_wanted: Callable[[], bool], wrote: Callable[[], object]) -> int:
     """Write ``text`` to ``sys.stderr``, whatever that is by now; blocking, for a daemon thread. Never raises.
 
     :param is_wanted: asked while there is no room
+    :param wrote: called after each piece
     :returns: the number of characters that were not written because they were not wanted any more
     """
     stream: Any = sys.stderr
@@ -50,6 +51,7 @@ def write_stderr(text: str, is_wanted: Callable[[], bool]) -> int:
             if (flush := getattr(stream, "flush", None)) is not None:
                 flush()
             at = end
+            wrote()
     except BaseException:  # noqa: S110 - closed, full, narrow, binary, or an object with its own ideas: it ends nothing
         pass
     return 0

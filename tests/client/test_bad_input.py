@@ -251,6 +251,8 @@ async def test_utility_calls(client: EngineClient) -> None:
         await client.call_utility("echo", 2**70)
     with pytest.raises(ValueError, match="timeout=-1"):
         await client.call_utility("echo", 1, timeout=-1)
+    with pytest.raises(ValueError, match=r"timeout=1000.*: expected seconds that a float can hold"):
+        await client.call_utility("echo", 1, timeout=10**400)
     with pytest.raises(TypeError, match="timeout="):
         await client.call_utility("echo", 1, timeout="2")  # type: ignore[arg-type]
     with pytest.raises(UtilityError, match="missing 1 required positional argument"):

@@ -32,6 +32,7 @@ from anyengine.client import opening
 from anyengine.process.host import EngineHost
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.testing import StartFault, faulty_launcher, scripted_spec
+from anyengine.transport.endpoints import Endpoints
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -347,3 +348,22 @@ def test_launcher_settings_are_checked() -> None:
         ProcessLauncher(python=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'A': 1"):
         ProcessLauncher(environment={"A": 1})  # type: ignore[dict-item]
+
+
+async def test_a_deadline_that_passes_before_the_services_have_their_first_turn_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scopes: list[anyio.CancelScope] = []
+
+    def make_slowly(*arguments: Any, **options: Any) -> Endpoints:
+        endpoints = Endpoints(*arguments, **options)
+        scopes[-1].cancel()
+        return endpoints
+
+    monkeypatch.setattr(opening, "Endpoints", make_slowly)
+    for _ in range(12):  # trio runs the tasks of one turn in any order
+        scopes.append(anyio.CancelScope())
+        with scopes[-1]:
+            async with open_engine_client(scripted_spec()):
+                pytest.fail("it was cancelled before")
+        assert scopes[-1].cancelled_caught

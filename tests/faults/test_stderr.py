@@ -222,6 +222,25 @@ async def test_a_fast_reader_gets_everything(loud: EngineSpec, capfd: pytest.Cap
     assert shown.endswith("last words\n")
 
 
+async def test_a_slow_reader_gets_everything_however_long_it_takes(
+    loud: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(OnlyWrites):
+        def write(self, text: str) -> None:
+            time.sleep(0.0003)
+            super().write(text)
+
+    monkeypatch.setattr(output_relay, "STUCK", 0.05)
+    monkeypatch.setattr(output_relay, "MOST_UNREAD_IF_STUCK", 1024)
+    async with open_engine_client(loud) as client:
+        slow = Slow()
+        monkeypatch.setattr(sys, "stderr", slow)
+        await client.call_utility("shout", "x" * 1023, 2200)
+        await until(lambda: slow.text.count("x") == 1023 * 2200 or "not shown" in slow.text)
+        assert "not shown" not in slow.text
+        monkeypatch.undo()
+
+
 class OnlyWrites:
     """A stream as small as some applications make theirs."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, cast
 
@@ -153,9 +153,11 @@ def check_seconds(name: str, value: object, *, zero: bool = False) -> None:
     """Check a limit in seconds.
 
     :raises TypeError: if ``value`` is not a number
-    :raises ValueError: if it is not above 0, or with ``zero`` below 0
+    :raises ValueError: if it is not above 0, or with ``zero`` below 0, or no float is as great
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise TypeError(f"{name}={brief(value)} ({type(value).__name__}): expected a number of seconds")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name}={brief(value)}: expected seconds that a float can hold")
     if value < 0 or (value == 0 and not zero):
         raise ValueError(f"{name}={brief(value)}: expected {'at least' if zero else 'more than'} 0 seconds")

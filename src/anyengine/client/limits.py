@@ -35,6 +35,7 @@ class Limits:
         self._is_running = False
         self._ran = 0.0
         self._counted_at = 0.0
+        self._was_late = False  # the last look, by more than a busy machine explains
 
     def within(self, seconds: float | None, *, shield: bool = False) -> Limit:
         """A block that ends after ``seconds``; None for no limit. ``shield`` as of ``anyio.CancelScope``."""
@@ -73,7 +74,7 @@ class Limits:
         if not self._is_running:
             limit.set_deadline(seconds)
         if not self._pending:
-            self._counted_at = time.monotonic()
+            self._counted_at, self._was_late = time.monotonic(), False
         limit.due = self._ran + min(time.monotonic() - self._counted_at, STEP) + seconds
         self._pending.add(limit)
         self._begun.set()
@@ -88,9 +89,12 @@ class Limits:
         """Count the time since the last look; whether this process stood still in it."""
         now = time.monotonic()
         passed, self._counted_at = now - self._counted_at, now
-        # A look that is a little late counts in full: a busy loop must not keep its limits from ever being reached.
-        self._ran += min(passed, STEP + STANDSTILL / 2)
-        return passed > STEP + STANDSTILL
+        stood_still = passed > STEP + STANDSTILL
+        # In a standstill the engine may have stood still as well, so it counts as one look. A loop that is late at each
+        # look is busy: its limits are reached in their time all the same.
+        self._ran += STEP if stood_still and not self._was_late else passed
+        self._was_late = stood_still
+        return stood_still
 
 
 class Limit:

@@ -93,7 +93,7 @@ class EngineLink:
 
     def stood_still(self, seconds: float) -> None:
         """This process did not run for ``seconds``, for which the engine is not blamed."""
-        self._progress_at += seconds
+        self._progress_at = min(self._progress_at + seconds, self._clock())
         if self._silent_since is not None:
             self._silent_since += seconds
         if self._work_since is not None:

@@ -7,10 +7,11 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import anyio
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from anyengine import notices
 from anyengine.client.admission import WhenFull
@@ -130,8 +131,10 @@ class EngineClientBlock:
         self._options = options
         self._entered = False
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(not_entered(self, name, EngineClient, "async with open_engine_client(...) as client"))
+    if not TYPE_CHECKING:  # for checkers of types the block has no such attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(not_entered(self, name, EngineClient, "async with open_engine_client(...) as client"))
 
     async def __aenter__(self) -> EngineClient:
         """Start the engine.
@@ -225,6 +228,7 @@ class EngineClientBlock:
         # Shielded, because the engine must be ended in good order when the block around it is cancelled; _close ends
         # this scope, and every way out of the block leads through _close.
         with self._services_scope, self._while_serving():
+            await checkpoint_if_cancelled()  # it may have been ended before its first turn, and the sockets closed
             async with anyio.create_task_group() as services:
                 services.start_soon(read_pull, self._session)
                 services.start_soon(read_router, self._session)

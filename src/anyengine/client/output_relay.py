@@ -16,7 +16,7 @@ FLUSH_LIMIT = 0.5
 """Seconds that an engine's last words may take to reach a terminal that does not read."""
 
 STUCK = 0.5
-"""Seconds after which a reader that has not taken what it was given does not get everything any more."""
+"""Seconds after which a reader that has taken nothing does not get everything any more."""
 
 MOST_UNREAD = 64 * 1024 * 1024
 """Bytes of output that wait for a reader that is slow."""
@@ -32,6 +32,7 @@ class OutputRelay:
         self._lock = anyio.Lock()
         self._counting = threading.Lock()
         self._dropped = 0  # bytes that were not shown, which has not been said yet
+        self._pieces = 0  # that were taken by the reader
 
     async def show(self, output: HostOutput) -> None:
         """Pass on what is there now, after what somebody else is passing on at this moment.
@@ -45,10 +46,11 @@ class OutputRelay:
             call = ThreadCall(self._pass_on, output, lambda: not abandoned.is_set(), name="output")
             try:
                 while True:
+                    taken = self._pieces
                     with anyio.move_on_after(STUCK):
                         await call.wait()
                         break
-                    if output.unread() > MOST_UNREAD_IF_STUCK:
+                    if self._pieces == taken and output.unread() > MOST_UNREAD_IF_STUCK:
                         # In a thread, too: giving memory back takes a millisecond for 8 MiB.
                         dropping = ThreadCall(self._drop, output, MOST_UNREAD_IF_STUCK, name="drop")
                         await dropping.wait()
@@ -71,7 +73,10 @@ class OutputRelay:
                 text = f"\n[... {_size(dropped)} of the engine's output not shown ...]\n{text}"
             if not text:
                 return
-            self._count(write_stderr(text, is_wanted))
+            self._count(write_stderr(text, is_wanted, self._count_piece))
+
+    def _count_piece(self) -> None:
+        self._pieces += 1
 
     def _drop(self, output: HostOutput, keep: int) -> None:
         self._count(output.drop(keep))

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=RequestOutput)
 
 RELEASE_LIMIT = 1.0
-"""Seconds that leaving a block waits for the engine to acknowledge an abort. The abort itself is sent at once. What had
-come by then is read first, as for every limit."""
+"""Seconds that leaving a block waits for the engine to acknowledge an abort. The abort itself is sent at once, or in
+the loop's next turn. What had come by then is read first, as for every limit."""
 
 
 class RequestStream:
@@ -212,7 +212,7 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         await self._readiness()
-        return self.take_nowait()
+        return self._next_output()
 
     async def _readiness(self) -> None:
         if self._handle is None:
@@ -258,12 +258,7 @@ class RequestStream:
             return self._finish is not None or self._error is not None
         return bool(self._tokens or self._details or self._error is not None or self._finish is not None)
 
-    def take_nowait(self) -> RequestOutput:
-        """What has come, of a request of which something has come, or which has ended.
-
-        :raises StopAsyncIteration: if it has ended, and all of it has been read
-        :raises EngineError: that by which it ended, after what had come before
-        """
+    def _next_output(self) -> RequestOutput:
         tokens, details = self._take(whole=self._whole)
         if not tokens and not details:
             raise StopAsyncIteration
@@ -283,13 +278,12 @@ class RequestStream:
         self._whole, self._wakes_early = True, self._stall_limit is not None
         try:
             await self._readiness()
-            return self.completion_nowait()
+            return self._completion()
         except BaseException:
             self._whole, self._wakes_early = before  # the stream can still be read as it comes
             raise
 
-    def completion_nowait(self) -> Completion:
-        """The same for a request that has ended."""
+    def _completion(self) -> Completion:
         tokens, details = self._take(whole=True)
         if not tokens and not details:
             raise RuntimeError(f"request {self.request_id} has ended, and all of it has been read")
@@ -301,6 +295,22 @@ class RequestStream:
         tokens, self._tokens = self._tokens, []
         details, self._details = self._details, []
         return tokens, details
+
+
+def output_left(stream: RequestStream) -> RequestOutput | None:
+    """What is left to be read of a stream whose client has ended, in any thread; None if nothing is.
+
+    :raises EngineError: that by which the request ended, after what had come before
+    """
+    try:
+        return stream._next_output()  # pyright: ignore[reportPrivateUsage] - while the client is open, its loop's alone
+    except StopAsyncIteration:
+        return None
+
+
+def completion_left(stream: RequestStream) -> Completion:
+    """The same in one piece. Errors as :meth:`RequestStream.completion`."""
+    return stream._completion()  # pyright: ignore[reportPrivateUsage] - as above
 
 
 def completion_of(request_id: str, tokens: list[int], details: list[OutputDetails]) -> Completion:

@@ -42,7 +42,7 @@ HEALTH_TIMEOUT = 2.0
 """Seconds without an answer, or without a step while there is work, after which an engine counts as unresponsive."""
 
 _ABORTED_ALONE = 8
-"""Streams left in one turn of the event loop that are aborted by a message each."""
+"""Streams left in one turn of the event loop that are aborted by a message each; fewer, if others have taken turns."""
 
 
 class EngineSession:

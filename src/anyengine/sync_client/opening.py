@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from anyengine.brief import brief
 from anyengine.client.admission import WhenFull
@@ -90,9 +90,11 @@ class SyncEngineClientBlock:
         self._backend: Backend = backend
         self._portal: Portal[EngineClient] | None = None
 
-    def __getattr__(self, name: str) -> NoReturn:
-        how = "with open_sync_engine_client(...) as client"
-        raise AttributeError(not_entered(self, name, SyncEngineClient, how))
+    if not TYPE_CHECKING:  # for checkers of types the block has no such attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            how = "with open_sync_engine_client(...) as client"
+            raise AttributeError(not_entered(self, name, SyncEngineClient, how))
 
     def __enter__(self) -> SyncEngineClient:
         """Start the engine.

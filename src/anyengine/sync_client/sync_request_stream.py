@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import anyio
 
-from anyengine.client.request_stream import RequestStream
+from anyengine.client.request_stream import RequestStream, completion_left, output_left
 from anyengine.errors import EngineClosedError
 from anyengine.sync_client.portal import Portal
 from anyengine.types import Completion, RequestOutput
@@ -59,7 +60,7 @@ class SyncRequestStream:
         return self
 
     def __next__(self) -> RequestOutput:
-        output = self._call(self._next, self._next_now)
+        output = self._call(self._next, functools.partial(output_left, self._stream))
         if output is None:
             raise StopIteration
         return output
@@ -72,7 +73,7 @@ class SyncRequestStream:
         :raises EngineClosedError: if the client is closed first
         :raises RuntimeError: if it was not entered, or there is nothing left to read
         """
-        return self._call(self._stream.completion, self._stream.completion_nowait)
+        return self._call(self._stream.completion, functools.partial(completion_left, self._stream))
 
     def _call(self, function: Callable[[], Awaitable[T]], read: Callable[[], T]) -> T:
         if not self._entered:
@@ -94,12 +95,6 @@ class SyncRequestStream:
 
     async def _next(self) -> RequestOutput | None:
         return await anext(self._stream, None)
-
-    def _next_now(self) -> RequestOutput | None:
-        try:
-            return self._stream.take_nowait()
-        except StopAsyncIteration:
-            return None
 
     async def _abort(self, lost: object = None) -> None:
         await self._stream.__aexit__(None, None, None)
