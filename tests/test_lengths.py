@@ -6,6 +6,7 @@ import pytest
 
 from anyengine import RequestRefusedError, SamplingParams
 from anyengine.lengths import token_limit
+from anyengine.types import U32_MAX
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,8 @@ def test_tokens_beside_a_prompt(sampling: SamplingParams, prompt_length: int, ex
         return
     with pytest.raises(RequestRefusedError, match=expected):
         token_limit(sampling, prompt_length, 32)
+
+
+def test_as_many_as_fit_are_no_more_than_a_request_can_ask_for() -> None:
+    limit = token_limit(SamplingParams(max_tokens=None), 1, 2**33)
+    assert SamplingParams(max_tokens=limit).max_tokens == U32_MAX

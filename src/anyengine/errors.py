@@ -79,6 +79,8 @@ class CrashReport:
                 "(ProcessLauncher)."
             )
         if self.reason is not None:
+            if self.pid is None:  # in a thread
+                return "The client gave this engine up for the reason above; nothing can end its thread from outside."
             return "The client ended this engine for the reason above."
         if self.traceback is not None:
             return "The engine's own traceback is above: the error was raised there, in the engine's process."
@@ -104,10 +106,9 @@ class CrashReport:
         if self.reason is not None:
             # What this side found comes first, and not the signal by which it ended the engine for that.
             if not self.attached:
-                ended = (
-                    "was not started" if self.phase == "launch" else f"was ended by the client {_PHASES[self.phase]}"
-                )
-                lines = [f"{who} {ended}"]
+                ended = "was given up" if self.pid is None else "was ended"
+                ended = f"{ended} by the client {_PHASES[self.phase]}"
+                lines = [f"{who} {'was not started' if self.phase == 'launch' else ended}"]
             lines[0] += f": {self.reason}"
         if self.exception_type is not None:
             lines.append(f"{self.exception_type}: {self.exception_message}")

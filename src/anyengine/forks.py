@@ -59,10 +59,11 @@ def _after_in_child() -> None:
     global _count
     _count += 1
     if _watched:
+        os.close(_watched.pop())  # so that there is a number left for the other
         nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for fd in _watched:
-            os.dup2(nowhere, fd, inheritable=False)
-        os.close(nowhere)
+            if fd != nowhere:
+                os.dup2(nowhere, fd, inheritable=False)
         _watched.clear()
 
 

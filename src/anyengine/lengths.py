@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from anyengine.errors import RequestRefusedError
 from anyengine.params import SamplingParams
+from anyengine.types import U32_MAX
 
 
 def token_limit(sampling: SamplingParams, prompt_length: int, max_model_len: int) -> int:
@@ -31,4 +32,4 @@ def token_limit(sampling: SamplingParams, prompt_length: int, max_model_len: int
             f"SamplingParams.{what}: expected at most {room}, for the prompt has {prompt_length} tokens and "
             f"max_model_len is {max_model_len} with the completion; max_tokens=None asks for as many as fit"
         )
-    return room if sampling.max_tokens is None else wanted
+    return min(room, U32_MAX) if sampling.max_tokens is None else wanted

@@ -10,11 +10,10 @@ import contextlib
 import contextvars
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import Any, cast
 
 from anyengine import streams
 
@@ -24,7 +23,7 @@ PATIENCE = 0.005
 """Seconds that a warning may hold up its caller; those that follow one which took longer hold up nobody."""
 
 ROOM_LIMIT = 5.0
-"""Seconds that a warning waits for room in a stream that nobody reads; then it is counted only."""
+"""Seconds that a warning waits for the reader of a stream; then it is counted only, there and nowhere else."""
 
 MOST_WAITING = 1000
 """Warnings that wait for a handler that blocks; further ones are counted only."""
@@ -44,8 +43,7 @@ def _log(level: int, message: str, args: tuple[object, ...]) -> None:
     if logger.isEnabledFor(level):
         path, line, function, _ = logger.findCaller(stacklevel=3)
         record = logger.makeRecord(logger.name, level, path, line, message, args, None, function)
-        context = contextvars.copy_context()
-        _notices.submit(lambda: context.run(logger.handle, record))
+        _notices.submit(record)
 
 
 def are_pending() -> bool:
@@ -54,78 +52,115 @@ def are_pending() -> bool:
 
 
 class _Notices:
-    """Calls functions one after the other in a thread, which is there while there is something to do."""
+    """Logs records one after the other in a thread, which is there while there is something to do."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Callable[[], object], threading.Event]] = deque()
+        self._waiting: deque[tuple[logging.LogRecord, contextvars.Context, threading.Event]] = deque()
         self._lost = 0
         self._late = False  # a handler blocks
+        self._unread: dict[int, int] = {}  # by the handler whose stream nobody reads: what was not written to it
         self.are_pending: bool = False
 
-    def submit(self, emit: Callable[[], object]) -> None:
-        emitted = threading.Event()
+    def submit(self, record: logging.LogRecord) -> None:
+        logged = threading.Event()
         with self._lock:
             if len(self._waiting) >= MOST_WAITING:
                 self._lost += 1
                 return
-            self._waiting.append((emit, emitted))
+            self._waiting.append((record, contextvars.copy_context(), logged))
             is_running, self.are_pending = self.are_pending, True
         if not is_running:
             try:
-                threading.Thread(target=self._run, name="anyengine-log", daemon=True).start()
-            except RuntimeError:  # no thread to be had
-                self._run()
-        if not self._late and not emitted.wait(PATIENCE):
+                threading.Thread(target=self._run, args=(ROOM_LIMIT,), name="anyengine-log", daemon=True).start()
+            except RuntimeError:  # no thread to be had, and this one must not wait
+                self._run(0.0)
+        if not self._late and not logged.wait(PATIENCE):
             self._late = True
 
-    def _run(self) -> None:
+    def _run(self, room_limit: float) -> None:
         while (next_one := self._next()) is not None:
-            emit, emitted = next_one
-            with contextlib.suppress(BaseException):  # a handler's own errors are none of the client's
-                if _is_there_room():
-                    self._emit(emit)
-                else:
-                    self._drop_all()
-            emitted.set()
+            record, context, logged = next_one
+            context.run(self._handle, record, room_limit)
+            with self._lock:
+                lost, self._lost = self._lost, 0
+            if lost:
+                text = f"{lost} warnings before this one were not logged: the log's handlers blocked"
+                note = logger.makeRecord(logger.name, logging.WARNING, record.pathname, record.lineno, text, (), None)
+                context.run(self._handle, note, room_limit)
+            logged.set()
 
-    def _next(self) -> tuple[Callable[[], object], threading.Event] | None:
+    def _next(self) -> tuple[logging.LogRecord, contextvars.Context, threading.Event] | None:
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
             self.are_pending = self._late = False
             return None
 
-    def _emit(self, emit: Callable[[], object]) -> None:
-        emit()
-        with self._lock:
-            lost, self._lost = self._lost, 0
-        if lost:
-            logger.warning("%d warnings before this one were not logged: the log's handlers blocked", lost)
+    def _handle(self, record: logging.LogRecord, room_limit: float) -> None:
+        """Give a record to all handlers, as the logger would; those last who may have to wait for a reader."""
+        with contextlib.suppress(BaseException):  # the application's own errors are none of the client's
+            if logger.disabled or not logger.filter(record):
+                return
+            waiting: list[tuple[logging.StreamHandler[Any], streams.UnblockedEnd]] = []
+            for handler in _handlers():
+                with contextlib.suppress(BaseException):
+                    if record.levelno < handler.level:
+                        continue
+                    if (end := _unblocked_end(handler)) is not None:
+                        waiting.append((cast("logging.StreamHandler[Any]", handler), end))
+                    else:
+                        handler.handle(record)
+            for handler, end in waiting:
+                with contextlib.suppress(BaseException), end:
+                    self._write(handler, end, record, room_limit)
 
-    def _drop_all(self) -> None:
-        with self._lock:
-            self._lost += 1 + len(self._waiting)
-            self._waiting.clear()
+    def _write(
+        self,
+        handler: logging.StreamHandler[Any],
+        end: streams.UnblockedEnd,
+        record: logging.LogRecord,
+        room_limit: float,
+    ) -> None:
+        if not handler.filter(record):
+            return
+        text = handler.format(record) + handler.terminator
+        unread = self._unread.get(id(handler), 0)
+        if unread:
+            text = f"[{unread} warnings before this one were not logged: nobody read them]{handler.terminator}{text}"
+        # One that was waited for in vain is not waited for again until it takes something.
+        deadline = time.monotonic() + (0.0 if unread else room_limit)
+        data = streams.encoded(handler.stream, text)
+        if end.write(data, lambda: time.monotonic() < deadline, _nothing):
+            self._unread[id(handler)] = unread + 1
+        else:
+            self._unread.pop(id(handler), None)
 
 
-def _is_there_room() -> bool:
-    """Wait, bounded, until the streams of all handlers take something: to block in a handler is to keep its lock."""
-    deadline = time.monotonic() + ROOM_LIMIT
-    return all(streams.has_room(stream, max(0.0, deadline - time.monotonic())) for stream in _streams())
-
-
-def _streams() -> list[object]:
-    found: list[object] = []
+def _handlers() -> list[logging.Handler]:
+    found: list[logging.Handler] = []
     at: logging.Logger | None = logger
-    has_handlers = False
     while at is not None:
-        for handler in at.handlers:
-            has_handlers = True
-            if isinstance(handler, logging.StreamHandler):
-                found.append(handler.stream)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        found += at.handlers
         at = at.parent if at.propagate else None
-    return found if has_handlers else [sys.stderr]
+    if not found and logging.lastResort is not None:
+        found = [logging.lastResort]
+    return found
+
+
+def _unblocked_end(handler: logging.Handler) -> streams.UnblockedEnd | None:
+    """The way to the stream of a handler that does nothing but write to it, if it is one that may block."""
+    plain: Any = logging.StreamHandler
+    if not isinstance(handler, plain) or cast("Any", type(handler)).emit is not plain.emit:
+        return None
+    try:
+        return streams.UnblockedEnd(cast("Any", handler).stream)
+    except OSError:
+        return None
+
+
+def _nothing() -> None:
+    pass
 
 
 _notices = _Notices()

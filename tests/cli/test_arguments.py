@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -257,3 +258,10 @@ def test_the_talking_process_loads_neither_torch_nor_transformers(sandbox: Sandb
 def test_closed_standard_streams(sandbox: Sandbox) -> None:
     result = sandbox.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *CLI, "generate", "/nonexistent", "hi"])
     assert result.returncode == 1
+
+
+def test_a_prompt_from_a_stdin_that_is_closed_is_one_line() -> None:
+    command = ["sh", "-c", f"{sys.executable} -m anyengine generate default - <&-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "stdin is empty" in done.stderr and "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from anyengine import (
     EngineClosedError,
     InprocEngineClient,
     SamplingParams,
+    forks,
     open_engine_client,
     open_sync_engine_client,
 )
@@ -343,6 +345,43 @@ def test_an_engine_in_the_callers_thread_is_closed_in_a_fork_and_shut_down_in_it
         assert in_fork(use) == 0
         assert list(client.get_output().token_ids) == [2]
     assert shut_down == [os.getpid()]
+
+
+def test_what_collects_frames_begins_anew_in_a_fork() -> None:
+    with open_sync_engine_client(scripted_spec()):
+        assert collector._users == 1  # pyright: ignore[reportPrivateUsage]
+
+        def use() -> None:
+            collector.acquire()
+            assert collector._users == 1  # pyright: ignore[reportPrivateUsage]
+            collector.release()
+
+        assert in_fork(use) == 0
+
+
+def test_watched_descriptors_lead_nowhere_in_a_fork_that_may_open_no_other() -> None:
+    reader, writer = os.pipe()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    for fd in (reader, writer):
+        forks.watch(fd)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (writer + 64, limits[1]))
+        with pytest.raises(OSError):
+            while True:
+                taken.append(os.dup(reader))
+
+        def use() -> None:
+            os.close(taken[0])  # to look for a file takes a descriptor
+            assert [os.readlink(f"/proc/self/fd/{fd}") for fd in (reader, writer)] == [os.devnull] * 2
+
+        assert in_fork(use) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in (reader, writer):
+            forks.unwatch(fd)
+        for fd in (reader, writer, *taken):
+            os.close(fd)
 
 
 async def test_a_client_in_a_fork_says_whose_it_is_and_its_leaving_does_nothing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from anyengine.engine import Deferred, EngineRequest, OutputDetails, StepOutputs, from_rows, utility
@@ -82,6 +84,14 @@ class MistakenEngine(ScriptedEngine):
     @utility
     def never_settle(self) -> Deferred:
         return Deferred()
+
+    @utility
+    def settle_in_a_thread_later(self) -> Deferred:
+        answer = Deferred()
+        pool = ThreadPoolExecutor(1)
+        pool.submit(time.sleep, 0.05).add_done_callback(answer.set_result)
+        pool.shutdown(wait=False)
+        return answer
 
     @utility
     def settle_in_a_thread(self) -> str:

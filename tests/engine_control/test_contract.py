@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 from tests.engine_control.mistaken_engine import MistakenEngine
+from tests.helpers import BUSY
 
 from anyengine import (
     EngineDeadError,
@@ -17,10 +19,11 @@ from anyengine import (
     InprocEngineClient,
     RequestFailedError,
     SamplingParams,
+    UtilityError,
     open_engine_client,
 )
-from anyengine.engine import EngineCore, utility
-from anyengine.engine.contract import EngineContractError, check_methods
+from anyengine.engine import EngineCore, OutputDetails, StepOutputs, utility
+from anyengine.engine.contract import EngineContractError, check_methods, is_sound, sound
 from anyengine.engines.scripted import ScriptedEngine
 
 FEW = SamplingParams(max_tokens=5)
@@ -193,6 +196,60 @@ async def test_a_deferred_is_settled_in_the_engines_thread_alone() -> None:
     async with open_engine_client(mistaken(""), placement="thread") as client:
         problem = await client.call_utility("settle_in_a_thread")
         assert "settled in the engine's own thread" in problem
+
+
+@pytest.mark.anyio
+async def test_a_deferred_that_another_thread_tries_to_settle_fails_its_call() -> None:
+    async with open_engine_client(mistaken("")) as client:
+        with pytest.raises(UtilityError, match="a Deferred is settled in the engine's own thread"):
+            await client.call_utility("settle_in_a_thread_later", timeout=BUSY)
+
+
+def test_several_rows_of_one_request_are_not_the_mistake_that_another_has() -> None:
+    engine = ScriptedEngine()
+    step = sound(engine, StepOutputs([1, 1, 2], [5, 6, -1]))
+    assert [(handle, list(tokens)) for handle, tokens, _ in step.rows()] == [(1, [5]), (1, [6]), (2, [])]
+    assert step.details.keys() == {2} and "the token -1" in str(step.details[2].error)
+    ended = {2: OutputDetails(finish_reason="stop")}
+    step = sound(engine, StepOutputs([1, 1, 2], [5, 6, 7], None, ended))
+    assert [(handle, list(tokens)) for handle, tokens, _ in step.rows()] == [(2, [7]), (1, [])]
+    assert "two rows of one request" in str(step.details[1].error)
+
+
+@pytest.mark.parametrize("typecode", "iqd")
+def test_a_column_of_another_type_is_looked_at(typecode: str) -> None:
+    value: Any = array(typecode, [-1])
+    assert not is_sound(StepOutputs([1], value))
+    counts: Any = [2.0]
+    assert not is_sound(StepOutputs([1], [5, 6], counts))
+
+
+def test_what_python_passes_no_self_to_is_a_method_too() -> None:
+    class Nothing:
+        def __call__(self) -> None:
+            pass
+
+    class Engine(ScriptedEngine):
+        shutdown: Any = Nothing()
+        check_health: Any = max  # native, and says nothing of its parameters
+
+        @staticmethod
+        def statistics() -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return {}
+
+        @classmethod
+        def failure_fd(cls) -> None:
+            return None
+
+    check_methods(Engine)
+
+    class Wrong(ScriptedEngine):
+        @staticmethod
+        def has_work(what: int) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return True
+
+    with pytest.raises(EngineContractError, match=r"Wrong.has_work\(what: 'int'\) -> 'bool' cannot be called"):
+        check_methods(Wrong)
 
 
 @pytest.mark.anyio

@@ -28,3 +28,15 @@ def test_it_is_named(tiny: Path, name: str, spoil: Callable[[bytes], bytes]) -> 
     assert str(file) in (broken_file(tiny) or "")
     with pytest.raises(ValueError, match=rf"{name} is broken: "):
         load(tiny)
+
+
+def test_a_file_that_is_not_the_models_is_blamed_for_nothing(tiny: Path) -> None:
+    (tiny / "notes.json").write_text("")
+    (tiny / "dataset.json").write_text('{"a": 1}\n{"a": 2}\n')
+    assert broken_file(tiny) is None
+
+
+def test_weights_in_torchs_own_format_are_named_too(tiny: Path) -> None:
+    file = tiny / "pytorch_model.bin"
+    file.write_bytes(b"not weights at all")
+    assert (broken_file(tiny) or "").startswith(f"{file} is broken: ")

@@ -372,3 +372,45 @@ def test_an_interpreter_whose_stderr_is_blocked_ends(anyio_backend: Any) -> None
     finally:
         pipe.close()
     assert (result.returncode, result.stdout) == (0, b"[2]\n")
+
+
+THREAD_SCRIPT = """
+import sys
+import anyio
+from anyengine import RequestFailedError, SamplingParams, open_engine_client
+from anyengine.engines.scripted import ScriptedEngine
+from anyengine import EngineSpec
+
+class Raising(ScriptedEngine):
+    def add_request(self, request):
+        if request.prompt_token_ids[0] == 13:
+            raise RuntimeError("x" * 1000)
+        super().add_request(request)
+
+async def main():
+    sys.modules["raising"] = sys.modules["__main__"]
+    async with open_engine_client(EngineSpec("raising:Raising"), placement="thread") as client:
+        for _ in range(20):
+            try:
+                await client.generate([13])
+            except RequestFailedError:
+                pass
+        print((await client.generate([1], SamplingParams(max_tokens=1))).token_ids, flush=True)
+
+anyio.run(main, backend={backend!r})
+"""
+
+
+def test_an_engine_in_a_thread_goes_on_though_nobody_reads_its_warnings(anyio_backend: Any) -> None:
+    pipe = Pipe()
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", THREAD_SCRIPT.format(backend=anyio_backend[0])],
+            stdout=subprocess.PIPE,
+            stderr=pipe.stream,
+            timeout=30,
+            check=False,
+        )
+    finally:
+        pipe.close()
+    assert (result.returncode, result.stdout) == (0, b"[2]\n")

@@ -78,14 +78,18 @@ async def test_a_frozen_application_runs_engines_in_an_interpreter_that_it_names
             assert (await client.generate([1], SamplingParams(max_tokens=1))).token_ids == [2]
 
 
-def test_a_program_that_does_not_know_that_it_is_frozen_starts_itself_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passed_on", ['"$@"', ""], ids=["arguments", "no arguments"])
+def test_a_program_that_does_not_know_that_it_is_frozen_starts_itself_once(tmp_path: Path, passed_on: str) -> None:
     # What freezes programs and does not say so looks like this: its executable runs the program, whatever it is given.
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent("""
             import sys
             sys.executable = sys.argv[1]
-            open(sys.argv[2], "a").write("started\\n")
+            with open(sys.argv[2], "a+") as starts:
+                starts.write("started\\n")
+                starts.seek(0)
+                assert len(starts.readlines()) < 5
             from anyengine import open_sync_engine_client
             from anyengine.testing import scripted_spec
             with open_sync_engine_client(scripted_spec()):
@@ -93,7 +97,7 @@ def test_a_program_that_does_not_know_that_it_is_frozen_starts_itself_once(tmp_p
         """)
     )
     application = tmp_path / "application"
-    application.write_text(f'#!/bin/sh\nexec {sys.executable} {program} {application} {tmp_path}/starts "$@"\n')
+    application.write_text(f"#!/bin/sh\nexec {sys.executable} {program} {application} {tmp_path}/starts {passed_on}\n")
     application.chmod(0o755)
     done = subprocess.run([application], capture_output=True, text=True, timeout=60, check=False)
     assert (tmp_path / "starts").read_text().count("started") == 2

@@ -18,6 +18,12 @@ OF_PARTS = (
     "{% else %}{% for part in content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
 )
 
+CHOSEN = (
+    "{% for m in messages %}{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}[{{ part.text }}]"
+    "{% endfor %}{% endfor %}"
+)
+MAPPED = "{% for m in messages %}[{{ m.content | map(attribute='text') | join('][') }}]{% endfor %}"
+
 
 def render(template: str, content: Any) -> str:
     messages = [{"role": "user", "content": content}]
@@ -37,6 +43,12 @@ def test_text_parts_are_lines_of_one_text() -> None:
 def test_a_template_that_takes_parts_gets_them() -> None:
     assert render(OF_PARTS, [text("a"), text("b")]) == "[a][b]"
     assert render(OF_PARTS, "whole") == "whole"
+    assert render(OF_PARTS, [{"text": "a"}, "b"]) == "[a][b]"
+
+
+@pytest.mark.parametrize("template", [CHOSEN, MAPPED])
+def test_a_template_that_chooses_among_the_parts_gets_them(template: str) -> None:
+    assert render(template, [text("a"), "b"]) == "[a][b]"
 
 
 @pytest.mark.parametrize("template", [PLAIN, OF_PARTS])
@@ -73,3 +85,5 @@ def test_token_ids_that_cannot_be_are_named(kind: Any) -> None:
             model.decode([1, token])
         with pytest.raises(error, match=r"token_ids\[0\]" + message):
             model.token_bytes(token)
+        with pytest.raises(error, match=r"token_ids\[\d\]" + message):
+            model.detokenizer().feed([token])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,10 @@ from anyengine.engine.failures import describe_failure
 from anyengine.engine.sharing import split, split_outputs
 from anyengine.errors import UnencodableError
 from anyengine.keys import ConnectionKeys
+from anyengine.notices import warn
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.error_kinds import ErrorKind
 from anyengine.protocol.outputs import StepOutputs
-
-logger: logging.Logger = logging.getLogger("anyengine")
 
 LEAVE_LIMIT = 0.5
 """Seconds after which a client that was told goodbye, and did not go, is greeted anew."""
@@ -158,4 +156,4 @@ class Clients:
                 try:
                     connection.send(connection.machine.stats(figures))
                 except UnencodableError as error:
-                    logger.warning("engine %d: figures that cannot travel were dropped: %s", self.rank, error)
+                    warn("engine %d: figures that cannot travel were dropped: %s", self.rank, error)

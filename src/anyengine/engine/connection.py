@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +17,13 @@ from anyengine.engine.core import EngineCore, EngineRequest, engine_request
 from anyengine.engine.failures import describe_failure, message_of
 from anyengine.engine.lane import EngineLane
 from anyengine.errors import AddressError, UnencodableError
+from anyengine.notices import warn
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.cbor import Buffer
 from anyengine.protocol.engine_machine import EngineMachine, EngineState, Event, InitReceived
 from anyengine.protocol.outputs import StepOutputs
 from anyengine.protocol.requests import Add
 from anyengine.types import EngineInfo
-
-logger: logging.Logger = logging.getLogger("anyengine")
 
 GOODBYE_LINGER = 2000
 """Milliseconds for which the last messages may wait to be read when the process ends."""
@@ -191,7 +189,7 @@ class ClientConnection:
                 lost = lost or self._is_connected
             elif self._bootstrap.keys is not None and not self._keys_refused:
                 self._keys_refused = True
-                logger.warning("the client at %s does not accept this engine's keys", self.address)
+                warn("the client at %s does not accept this engine's keys", self.address)
         return lost
 
     def send(self, message: Sequence[Buffer]) -> None:

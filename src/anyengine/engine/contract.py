@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
@@ -20,11 +20,10 @@ from anyengine.engine.core import (
     kind_of_function,
 )
 from anyengine.errors import UnencodableError
+from anyengine.notices import warn
 from anyengine.protocol.handshake import Ready
 from anyengine.protocol.outputs import FINISH_REASONS, encode_details
 from anyengine.types import U32_MAX, U64_MAX, EngineInfo
-
-logger: logging.Logger = logging.getLogger("anyengine")
 
 UNSOUND = (UnencodableError, TypeError, ValueError, OverflowError, AttributeError)
 """What encoding a step raises if something in it is not what it should be."""
@@ -55,12 +54,20 @@ def check_methods(engine: type[EngineCore]) -> None:
                 raise EngineContractError(f"{where} is a generator function: return the value in place of yield")
             case None:
                 pass
-        own = inspect.signature(original)
         try:
-            inspect.signature(method).bind(*own.parameters)
-        except (TypeError, ValueError):
+            signature = inspect.signature(method)
+        except (TypeError, ValueError):  # native code that says nothing of its parameters
+            continue
+        own = inspect.signature(original)
+        given = list(own.parameters)
+        found: object = inspect.getattr_static(engine, name)
+        if isinstance(found, staticmethod | classmethod) or not hasattr(type(found), "__get__"):
+            given.remove("self")  # Python does not pass it on to these
+        try:
+            signature.bind(*given)
+        except TypeError:
             raise EngineContractError(
-                f"{where}{inspect.signature(method)} cannot be called as {name}{own}, which EngineCore has"
+                f"{where}{signature} cannot be called as {name}{own}, which EngineCore has"
             ) from None
 
 
@@ -91,7 +98,7 @@ def statistics(core: EngineCore) -> Mapping[str, float]:
     if isinstance(figures, Mapping):
         return figures
     _discard(figures)
-    logger.warning("%s", _returned(core, "statistics", figures, "a mapping from names to numbers"))
+    warn("%s", _returned(core, "statistics", figures, "a mapping from names to numbers"))
     return {}
 
 
@@ -155,31 +162,33 @@ def sound(core: EngineCore, outputs: StepOutputs, handle_of: Callable[[int], int
     :param handle_of: the engine's own handle for one of ``outputs``
     :raises EngineContractError: if it cannot be told which requests these are
     """
-    rows: dict[int, tuple[Sequence[int], OutputDetails | None]] = {}
+    rows: list[tuple[int, Sequence[int], OutputDetails | None]] = []
     problems: dict[int, str] = {}
     try:
         for handle, tokens, details in outputs.rows():
             number = _integer(handle, U64_MAX)
             if number is None:
                 raise _returned(core, "step", handle, "as a row's handle that of a request")
-            problem = _problem_of(tokens, details) or ("two rows of one request" if number in rows else None)
-            if problem is not None:
+            if (problem := _problem_of(tokens, details)) is not None:
                 problems.setdefault(number, problem)
-            rows[number] = tokens, details
+            rows.append((number, tokens, details))
     except UNSOUND as error:
         if isinstance(error, EngineContractError):
             raise
         raise EngineContractError(
             f"{_name(core)}.step() returned columns that cannot be read: {brief(error)}"
         ) from error
+    # A request may have several rows in a step, but not where one ends.
+    if any(getattr(details, "finish_reason", None) is not None for _, _, details in rows):
+        for number, count in Counter(number for number, _, _ in rows).items():
+            if count > 1:
+                problems.setdefault(number, "two rows of one request")
     if problems:
         core.abort_requests(list(map(handle_of, problems)))
-    return from_rows(
-        (handle, (), failed(f"{_name(core)}.step() returned {problems[handle]}"))
-        if handle in problems
-        else (handle, tokens, details)
-        for handle, (tokens, details) in rows.items()
-    )
+    failures = [
+        (number, (), failed(f"{_name(core)}.step() returned {problem}")) for number, problem in problems.items()
+    ]
+    return from_rows([*(row for row in rows if row[0] not in problems), *failures])
 
 
 def failed(problem: str) -> OutputDetails:
@@ -198,8 +207,9 @@ def forgotten(core: EngineCore) -> OutputDetails:
 def is_sound(outputs: StepOutputs) -> bool:
     """Whether a step could travel, looking at no values of columns that hold nothing else."""
     try:
-        if type(outputs.token_ids) is not array:
-            array("I", outputs.token_ids)
+        _check_column("I", outputs.token_ids)
+        if outputs.counts is not None:
+            _check_column("I", outputs.counts)
         outputs.handle_bytes()
         outputs.check_endings()
     except UNSOUND:
@@ -208,6 +218,11 @@ def is_sound(outputs: StepOutputs) -> bool:
         isinstance(cast("object", more), OutputDetails) and more.finish_reason in _FINISH_REASONS_OR_NONE
         for more in outputs.details.values()
     )
+
+
+def _check_column(typecode: str, column: Sequence[int]) -> None:
+    if getattr(column, "typecode", None) != typecode:
+        array(typecode, column)
 
 
 def _problem_of(tokens: Sequence[int], details: object) -> str | None:

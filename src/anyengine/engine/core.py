@@ -208,6 +208,7 @@ class Deferred:
     def __init__(self) -> None:
         self._callback: Callable[[Any, BaseException | None], None] | None = None
         self._outcome: tuple[Any, BaseException | None] | None = None
+        self._misuse: RuntimeError | None = None
         self._thread = threading.get_ident()
 
     def set_result(self, value: Any) -> None:
@@ -231,11 +232,19 @@ class Deferred:
         else:
             callback(*self._outcome)
 
+    def is_settled(self) -> bool:
+        """Whether it is. One that another thread has tried to settle is failed by this, for the caller waits for it."""
+        if self._outcome is None and self._misuse is not None:
+            self._settle(None, self._misuse)
+        return self._outcome is not None
+
     def _settle(self, value: Any, error: BaseException | None) -> None:
         if self._outcome is not None:
             raise RuntimeError("this Deferred has been settled before")
         if threading.get_ident() != self._thread:
-            raise RuntimeError("a Deferred is settled in the engine's own thread, as in step(), and not in another")
+            what = "a Deferred is settled in the engine's own thread, as in step(), and not in another"
+            self._misuse = RuntimeError(what)
+            raise RuntimeError(what)
         self._outcome = (value, error)
         if self._callback is not None:
             self._callback(value, error)

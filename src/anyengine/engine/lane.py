@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import logging
 import os
 import socket
 import weakref
@@ -12,9 +11,8 @@ from collections.abc import Sequence
 
 from anyengine.errors import ProtocolError
 from anyengine.memory import FREE, HEADER, LOST, Mapping
+from anyengine.notices import warn
 from anyengine.protocol.lane import LANE_KIND, Passed, decode_passed
-
-logger: logging.Logger = logging.getLogger("anyengine")
 
 _forks = 0
 _lanes: weakref.WeakSet[EngineLane] = weakref.WeakSet()
@@ -86,7 +84,7 @@ class EngineLane:
                 try:
                     message[2 + passed.buffer] = _map(fd, passed)
                 except OSError as error:
-                    logger.warning("a tensor of %d bytes is lost: %s", passed.size, error)
+                    warn("a tensor of %d bytes is lost: %s", passed.size, error)
                     _give_back(fd)
                 else:
                     os.close(fd)
@@ -110,7 +108,7 @@ class EngineLane:
                     received.frombytes(content)
             if int.from_bytes(data, "little") == number:
                 if not received:
-                    logger.warning("a tensor is lost: this process has no free descriptor for it")
+                    warn("a tensor is lost: this process has no free descriptor for it")
                     return None
                 return received[0]
             for fd in received:

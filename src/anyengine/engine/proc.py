@@ -24,6 +24,7 @@ from anyengine.engine.figures import DELAY, Figures
 from anyengine.engine.loading import build_engine
 from anyengine.engine.sharing import LiveHandles
 from anyengine.errors import ProtocolError, RequestError
+from anyengine.notices import warn
 from anyengine.protocol import engine_machine as machine
 from anyengine.protocol.bootstrap import Bootstrap
 from anyengine.protocol.error_kinds import kind_of
@@ -80,6 +81,7 @@ class EngineCoreProc:
         self._stays_awake = False  # something was done since the last wait, for which the client may have a next thing
         self._alone = alone
         self._paused_by: ClientConnection | None = None
+        self._unsettled: list[Deferred] = []  # answers of calls that are not known yet
         self._failure_fd: int | None = None
         self._ending: ShutdownMode | None = None
         self._terminated = False
@@ -161,7 +163,7 @@ class EngineCoreProc:
                 continue
             for handle in control.forgotten():
                 details = contract.forgotten(control.core)
-                logger.warning("request %d: %s", handle, details.error)
+                warn("request %d: %s", handle, details.error)
                 self._clients.fail(self._steps, handle, details.error or "", "failed")
             if self._figures.are_overdue(control):
                 self._figures.send(control)
@@ -189,6 +191,8 @@ class EngineCoreProc:
 
     def _receive(self, control: SchedulerControl) -> None:
         """Take in all that has come, or as much of each client as there is time for between two steps."""
+        if self._unsettled:
+            self._unsettled = [deferred for deferred in self._unsettled if not deferred.is_settled()]
         for connection in tuple(self._clients.connections):
             until = time.monotonic() + INTAKE
             while connection.has_input():
@@ -202,10 +206,10 @@ class EngineCoreProc:
                 except (MessageLostError, zmq.ZMQError) as error:
                     if not connection.lasting:
                         raise
-                    logger.warning("the client at %s is given up: %s", connection.address, error)
+                    warn("the client at %s is given up: %s", connection.address, error)
                     self._part(control, connection, connection.greet)
                 except ProtocolError as error:
-                    logger.warning("engine %d ignored a message: %s", self._clients.rank, error)
+                    warn("engine %d ignored a message: %s", self._clients.rank, error)
             if connection.lasting:
                 self._look_after(control, connection)
 
@@ -273,7 +277,7 @@ class EngineCoreProc:
             problem = message_of(error)
         else:
             name, message, text = describe_failure(error)
-            logger.warning("request %d failed in add_request:\n%s", handle, text)
+            warn("request %d failed in add_request:\n%s", handle, text)
             problem = f"{name}: {message}"
         self._clients.fail(self._steps, handle, problem, kind_of(error))
 
@@ -294,6 +298,7 @@ class EngineCoreProc:
             return
         if isinstance(value, Deferred):
             value.on_settled(answer)
+            self._unsettled.append(value)
         else:
             answer(value, None)
 

@@ -10,15 +10,16 @@ import contextlib
 import os
 import sys
 
-# Run in the child before anything of anyengine can be imported. The first of the paths is where anyengine is. It serves
-# anyengine alone: in front of the import path it would also hide modules of the standard library.
+# Run in the child before anything of anyengine can be imported. The first of the paths is where anyengine is. In front
+# of the import path it would also hide modules of the standard library; at its end it serves the child's own children.
 _BOOT = """
 import os, sys
+os.environ.pop({variable!r}, None)
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from runpy import run_module
 home, *entries = map(os.fsdecode, {paths})
-sys.path += [entry for entry in entries if entry not in sys.path]
+sys.path += [entry for entry in [*entries, home] if entry not in sys.path]
 spec = PathFinder.find_spec("anyengine", [home])
 if spec:
     package = sys.modules["anyengine"] = module_from_spec(spec)
@@ -26,7 +27,8 @@ if spec:
 run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
-_MARK = "# starts an engine of anyengine"
+_STARTED = "ANYENGINE_INTERPRETER"
+"""The variable in the environment of an interpreter that is to run an engine, which is the first to take it away."""
 
 
 def own_interpreter() -> str:
@@ -39,7 +41,7 @@ def own_interpreter() -> str:
         problem = f"this is a frozen application, and starting {sys.executable} would start the application again"
     elif not sys.executable:
         problem = "this interpreter is embedded in another program, and does not know its own path (sys.executable)"
-    elif _was_started_as_interpreter():
+    elif _STARTED in os.environ:  # an interpreter would have taken it away
         problem = f"{sys.executable} was started to run an engine, and ran this program: it is no Python interpreter"
     if problem is not None:
         raise RuntimeError(
@@ -54,7 +56,7 @@ def own_command(module: str, boot_fd: int) -> list[str]:
 
     ``boot_fd`` is an inherited descriptor of a file with :func:`boot_code`.
     """
-    code = f"with open({boot_fd}) as file: exec(file.read())  {_MARK}"
+    code = f"file = open({boot_fd}); code = file.read(); file.close(); exec(code)"
     return [own_interpreter(), *_own_flags(), "-P", "-c", code, module]
 
 
@@ -71,12 +73,17 @@ def boot_code() -> bytes:
     for entry in entries:
         with contextlib.suppress(UnicodeEncodeError):  # no file can have such a name
             encoded.append(os.fsencode(entry))
-    return _BOOT.format(paths=encoded).encode()
+    return _BOOT.format(paths=encoded, variable=_STARTED).encode()
 
 
-def environment_for_child() -> dict[str, str]:
-    """This process's environment, without what a frozen application has in it for itself alone."""
+def environment_for_child(*, own: bool) -> dict[str, str]:
+    """This process's environment, without what a frozen application has in it for itself alone.
+
+    :param own: whether the child is to be this process's own interpreter
+    """
     environment = dict(os.environ)
+    if own:
+        environment[_STARTED] = "1"
     if getattr(sys, "frozen", False):
         # PyInstaller's libraries are not those of another interpreter; what was there before, it keeps under this name.
         environment.pop("LD_LIBRARY_PATH", None)
@@ -107,8 +114,3 @@ def _is_compiled() -> bool:
     """Whether Nuitka has made a program of its own of this; it does not set ``sys.frozen``."""
     compiled = globals().get("__compiled__")
     return compiled is not None and getattr(compiled, "standalone", True)
-
-
-def _was_started_as_interpreter() -> bool:
-    """Whether this program has the arguments of an engine's process: an interpreter would have taken them itself."""
-    return any(argument.endswith(_MARK) for argument in sys.argv)

@@ -115,7 +115,7 @@ class ProcessLauncher:
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=printed,
-                    env={**environment_for_child(), **self.environment, **mark_for_child(mark)},
+                    env={**environment_for_child(own=self._is_own), **self.environment, **mark_for_child(mark)},
                     pass_fds=inherited,
                     # A session and group of its own: Ctrl-C in the terminal reaches the parent alone, which decides
                     # what happens in which order, and all that the engine starts can be ended together.

@@ -10,6 +10,9 @@ from jinja2 import nodes
 from anyengine.brief import brief
 from anyengine.errors import RequestRefusedError
 
+_OF_PARTS = ("map", "selectattr", "rejectattr")
+"""Filters that a template has for the parts of a content, and not for a text."""
+
 
 def takes_parts(template: nodes.Template) -> bool:
     """Whether a chat template goes through the parts of a content itself, as those of multimodal models do."""
@@ -17,10 +20,15 @@ def takes_parts(template: nodes.Template) -> bool:
     for assignment in template.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
             names.add(assignment.target.name)
-    return any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For))
+    if any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For)):
+        return True
+    filters = template.find_all(nodes.Filter)
+    return any(chosen.name in _OF_PARTS and _is_content(chosen, names) for chosen in filters)
 
 
-def _is_content(node: nodes.Node, names: set[str]) -> bool:
+def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
+    while isinstance(node, nodes.Filter):
+        node = node.node
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, nodes.Getitem):
@@ -32,7 +40,7 @@ def with_text(index: int, message: Mapping[str, Any], *, as_is: bool) -> Mapping
     """The message with the parts of its content as one text, a line each.
 
     :param index: its place among the messages
-    :param as_is: leave the parts as they are, and only look at them
+    :param as_is: leave them parts, each of them in the form that templates know
     :raises RequestRefusedError: if a part is no text; the message has its place and kind
     """
     content = message.get("content")
@@ -40,7 +48,9 @@ def with_text(index: int, message: Mapping[str, Any], *, as_is: bool) -> Mapping
         return message
     parts = cast("Sequence[Any]", content)
     texts = [_text(f"messages[{index}].content[{place}]", part) for place, part in enumerate(parts)]
-    return message if as_is else {**message, "content": "\n".join(texts)}
+    if as_is:
+        return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+    return {**message, "content": "\n".join(texts)}
 
 
 def _text(where: str, part: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from anyengine.client.prompts import as_token_ids
 from anyengine.text.vocabulary import TokenBytes
 
 _CONTEXT = 6
@@ -79,7 +80,8 @@ class WindowDetokenizer:
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """See :class:`Detokenizer`."""
-        return "".join([self._step(token) for token in token_ids if token not in self._hidden])
+        shown = [token for token in token_ids if token not in self._hidden]
+        return "".join(map(self._step, as_token_ids("token_ids", shown)))
 
     def _step(self, token: int) -> str:
         self._window.append(token)

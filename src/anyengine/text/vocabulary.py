@@ -108,11 +108,7 @@ class TokenBytes(dict[int, bytes]):
         self._hidden = hidden
 
     def __missing__(self, token_id: int) -> bytes:
-        try:
-            token = self._tokenizer.id_to_token(token_id)
-        except (OverflowError, TypeError):
-            (token_id,) = as_token_ids("token_ids", [token_id])  # which says what is wrong
-            token = self._tokenizer.id_to_token(token_id)
+        token = self._name_of(token_id)
         if token is None:
             return b""
         self[token_id] = found = b"" if token_id in self._hidden else self.decoding.token(token)
@@ -120,5 +116,12 @@ class TokenBytes(dict[int, bytes]):
 
     def as_first(self, token_id: int) -> bytes:
         """The bytes of a token that begins a text."""
-        token = self._tokenizer.id_to_token(token_id)
+        token = self._name_of(token_id)
         return b"" if token is None or token_id in self._hidden else self.decoding.first_token(token)
+
+    def _name_of(self, token_id: int) -> str | None:
+        try:
+            return self._tokenizer.id_to_token(token_id)
+        except (OverflowError, TypeError):
+            (token_id,) = as_token_ids("token_ids", [token_id])  # which says what is wrong
+            return self._tokenizer.id_to_token(token_id)

@@ -6,6 +6,7 @@ or still have memory in it. It starts again by itself when it is needed.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -19,6 +20,15 @@ _ran_before = False
 
 IDLE_LIMIT = 0.05
 """Seconds for which closing waits until the memory of the last frames is let go."""
+
+
+def _after_in_child() -> None:
+    global _lock, _users, _ran_before
+    # The thread is not there, the clients are the parent's, and the lock may be held by somebody who is not there.
+    _lock, _users, _ran_before = threading.Lock(), 0, False
+
+
+os.register_at_fork(after_in_child=_after_in_child)
 
 
 def acquire() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zipfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,17 @@ def naming_broken_files(directory: Path) -> Generator[None]:
 
 def broken_file(directory: Path) -> str | None:
     """The first file of weights or settings that cannot be read, and why; None if all can."""
-    for path in sorted(directory.glob("*.json")):
+    # Those alone that are read for the model: others may lie there as well.
+    for path in sorted(
+        [directory / "config.json", directory / "generation_config.json", *directory.glob("*.index.json")]
+    ):
         try:
             json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        except ValueError as error:
             return f"{path} is broken: it is no JSON ({brief(str(error))})"
     for path in sorted(directory.glob("*.safetensors")):
         opened: Any = safe_open
@@ -41,4 +49,7 @@ def broken_file(directory: Path) -> str | None:
                 pass
         except (OSError, SafetensorError) as error:
             return f"{path} is broken: {brief(str(error))}; it may have been copied or downloaded in part"
+    for path in sorted(directory.glob("pytorch_model*.bin")):
+        if not zipfile.is_zipfile(path):
+            return f"{path} is broken: it is no archive of torch's; it may have been copied or downloaded in part"
     return None

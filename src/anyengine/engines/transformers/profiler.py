@@ -37,7 +37,15 @@ class Profiler:
         if self._profile is not None:
             raise RuntimeError("profile(is_start=True): a profile is under way; end it with is_start=False first")
         _check_prefix(prefix)
-        self._directory().mkdir(parents=True, exist_ok=True)
+        directory = self._directory()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{directory} cannot be made for profiles: {error.strerror}; give the engine another profile_dir, or "
+                "set ANYENGINE_CACHE to a directory that can be written",
+            ) from error
         recording = profile(activities=supported_activities())
         recording.start()
         self._profile, self._prefix = recording, prefix

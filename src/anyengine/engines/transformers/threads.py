@@ -13,6 +13,7 @@ from types import TracebackType
 
 from anyengine.engines.transformers.cores import FreeCores, usable_cores
 from anyengine.engines.transformers.thread_policy import WINDOW, ThreadPolicy, Window, cores_lost
+from anyengine.notices import warn
 
 logger: logging.Logger = logging.getLogger("anyengine")
 
@@ -107,7 +108,7 @@ class SharedThreads(WatchedSteps):
     def _judge(self, window: Window) -> None:
         if not self._told and cores_lost(1, window):
             self._told = True
-            logger.warning(
+            warn(
                 "others use the engine's cores, which slows down all of torch's %d threads, as they wait for each "
                 "other: give the engine num_threads=1, or a process of its own, where it adapts",
                 self._number,
