@@ -109,8 +109,11 @@ class _Notices:
                         continue
                     if (end := _unblocked_end(handler)) is not None:
                         waiting.append((cast("logging.StreamHandler[Any]", handler), end))
-                    else:
+                    elif streams.has_room(getattr(handler, "stream", None), room_limit):
                         handler.handle(record)
+                    else:
+                        with self._lock:
+                            self._lost += 1
             for handler, end in waiting:
                 with contextlib.suppress(BaseException), end:
                     self._write(handler, end, record, room_limit)

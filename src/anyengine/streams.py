@@ -109,16 +109,28 @@ def write_stderr(text: str, is_wanted: Callable[[], bool], wrote: Callable[[], o
         try:
             end = UnblockedEnd(stream)
         except OSError:
-            _write_pieces(stream, text, wrote)
-            return 0
+            return _write_pieces(stream, text, is_wanted, wrote)
         with end:
             return end.write(encoded(stream, text), is_wanted, wrote)
     return 0
 
 
-def _write_pieces(stream: Any, text: str, wrote: Callable[[], object]) -> None:
+def has_room(stream: object, seconds: float) -> bool:
+    """Wait until a stream takes something, ``seconds`` at most. True for what cannot be asked."""
+    try:
+        poller = select.poll()
+        poller.register(stream.fileno(), select.POLLOUT)  # type: ignore[attr-defined]  # pyright: ignore
+        return bool(poller.poll(seconds * 1000))
+    except Exception:  # whatever the application has put there, which may be no file at all
+        return True
+
+
+def _write_pieces(stream: Any, text: str, is_wanted: Callable[[], bool], wrote: Callable[[], object]) -> int:
     at = 0
     while at < len(text):
+        while not has_room(stream, LOOK):  # a pipe, perhaps, where there is no /proc to open it by
+            if not is_wanted():
+                return len(text) - at
         end = at + PIECE
         if end < len(text):  # whole lines, for streams that make a record of each write
             end = text.rfind("\n", at, end) + 1 or end
@@ -127,3 +139,4 @@ def _write_pieces(stream: Any, text: str, wrote: Callable[[], object]) -> None:
             flush()
         at = end
         wrote()
+    return 0
