@@ -360,18 +360,7 @@ anyio.run(main, backend={backend!r})
 
 def test_an_interpreter_whose_stderr_is_blocked_ends(anyio_backend: Any) -> None:
     """Nothing is configured, so Python's logging writes to stderr by itself."""
-    pipe = Pipe()
-    try:
-        result = subprocess.run(
-            [sys.executable, "-c", SCRIPT.format(backend=anyio_backend[0])],
-            stdout=subprocess.PIPE,
-            stderr=pipe.stream,
-            timeout=30,
-            check=False,
-        )
-    finally:
-        pipe.close()
-    assert (result.returncode, result.stdout) == (0, b"[2]\n")
+    assert end_of(SCRIPT.format(backend=anyio_backend[0])) == (0, b"[2]\n")
 
 
 THREAD_SCRIPT = """
@@ -402,15 +391,15 @@ anyio.run(main, backend={backend!r})
 
 
 def test_an_engine_in_a_thread_goes_on_though_nobody_reads_its_warnings(anyio_backend: Any) -> None:
+    assert end_of(THREAD_SCRIPT.format(backend=anyio_backend[0])) == (0, b"[2]\n")
+
+
+def end_of(script: str) -> tuple[int, bytes]:
+    """The exit code and output of a program whose stderr nobody reads."""
     pipe = Pipe()
     try:
-        result = subprocess.run(
-            [sys.executable, "-c", THREAD_SCRIPT.format(backend=anyio_backend[0])],
-            stdout=subprocess.PIPE,
-            stderr=pipe.stream,
-            timeout=30,
-            check=False,
-        )
+        command = [sys.executable, "-c", script]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=pipe.stream, timeout=30, check=False)
     finally:
         pipe.close()
-    assert (result.returncode, result.stdout) == (0, b"[2]\n")
+    return result.returncode, result.stdout
